@@ -1,0 +1,1 @@
+"""Stable, explainable GRPO training of language models on PyTorch Lightning."""
