@@ -1,0 +1,256 @@
+"""Every scalar this package logs: its name, unit, meaning, direction and healthy range, in one table.
+
+The table is what makes a curve readable: the report draws the healthy band from it, the documentation prints it, and
+a test fails when a run logs a name that is not in it. TRL's names come first and keep TRL's meaning; the package's own
+are ``rlstab/<method>/<quantity>``. A name may hold placeholders, ``rewards/{name}/mean``, each standing for one path
+segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["SCALARS", "Direction", "Scalar", "declared", "markdown_table", "undeclared"]
+
+Direction = Literal["higher", "lower", "range", "context"]
+
+_DIRECTION_WORDS: dict[str, str] = {
+    "higher": "higher is better",
+    "lower": "lower is better",
+    "range": "should stay in its range",
+    "context": "neither up nor down is good in itself",
+}
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One row of the table.
+
+    Attributes:
+        name: The logged name; ``{placeholder}`` stands for one path segment.
+        unit: ``"nats"``, ``"tokens"``, ``"fraction"`` (in [0, 1]), ``"count"``, ``"reward"``, ``"steps"``, or ``"1"``
+            for a pure number.
+        meaning: One line, without a full stop.
+        direction: How to read it: ``"higher"`` or ``"lower"`` is better, a ``"range"`` to stay in, or ``"context"``.
+        healthy: Closed healthy range, None at an open end; None when no range holds for every task.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    direction: Direction
+    healthy: tuple[float | None, float | None] | None = None
+
+
+# TRL's names, with TRL's meaning.
+_TRL = (
+    Scalar("loss", "1", "Policy loss; near 0 on-policy by construction, so not a sign of learning", "context"),
+    Scalar("grad_norm", "1", "Global L2 norm of the gradient before clipping", "range", (0.0, 5.0)),
+    Scalar("learning_rate", "1", "Learning rate of the first parameter group", "context"),
+    Scalar("num_tokens", "tokens", "Prompt and completion tokens processed since the start", "context"),
+    Scalar("reward", "reward", "Mean over completions of the weighted sum of rewards", "higher"),
+    Scalar("reward_std", "reward", "Mean over groups of the rewards' standard deviation; 0 means no signal", "context"),
+    Scalar("rewards/{name}/mean", "reward", "Mean of one reward function, unweighted", "higher"),
+    Scalar("rewards/{name}/std", "reward", "Standard deviation of one reward function over completions", "context"),
+    Scalar(
+        "frac_reward_zero_std",
+        "fraction",
+        "Share of groups whose rewards are all equal: they teach nothing",
+        "lower",
+        (0.0, 0.9),
+    ),
+    Scalar(
+        "entropy",
+        "nats",
+        "Mean entropy of the policy's next-token distribution (not a loss: falling means less exploration)",
+        "range",
+    ),
+    Scalar("kl", "nats", "Mean per-token KL (k3) from the reference model to the policy", "range", (0.0, 0.5)),
+    Scalar("completions/mean_length", "tokens", "Mean completion length", "context"),
+    Scalar("completions/min_length", "tokens", "Shortest completion", "context"),
+    Scalar("completions/max_length", "tokens", "Longest completion", "context"),
+    Scalar(
+        "completions/clipped_ratio", "fraction", "Share of completions cut off at the length limit", "lower", (0.0, 0.5)
+    ),
+    Scalar(
+        "completions/mean_terminated_length", "tokens", "Mean length of completions that ended by themselves", "context"
+    ),
+    Scalar("completions/min_terminated_length", "tokens", "Shortest completion that ended by itself", "context"),
+    Scalar("completions/max_terminated_length", "tokens", "Longest completion that ended by itself", "context"),
+    Scalar("clip_ratio/low_mean", "fraction", "Share of tokens clipped at the lower bound", "lower", (0.0, 0.2)),
+    Scalar("clip_ratio/low_min", "fraction", "Smallest share of tokens clipped low over ranks", "lower", (0.0, 0.2)),
+    Scalar("clip_ratio/high_mean", "fraction", "Share of tokens clipped at the upper bound", "lower", (0.0, 0.2)),
+    Scalar("clip_ratio/high_max", "fraction", "Largest share of tokens clipped high over ranks", "lower", (0.0, 0.5)),
+    Scalar("clip_ratio/region_mean", "fraction", "Share of tokens clipped at either bound", "lower", (0.0, 0.3)),
+    Scalar(
+        "sampling/sampling_logp_difference/mean",
+        "nats",
+        "Mean absolute gap between training and sampling log-probs of the same tokens",
+        "lower",
+        (0.0, 0.1),
+    ),
+    Scalar(
+        "sampling/sampling_logp_difference/max",
+        "nats",
+        "Largest absolute gap between training and sampling log-probs",
+        "lower",
+    ),
+    Scalar("sampling/importance_sampling_ratio/min", "1", "Smallest training/sampling importance ratio", "range"),
+    Scalar(
+        "sampling/importance_sampling_ratio/mean", "1", "Mean training/sampling importance ratio", "range", (0.8, 1.25)
+    ),
+    Scalar("sampling/importance_sampling_ratio/max", "1", "Largest training/sampling importance ratio", "range"),
+)
+
+# Lightning's own.
+_LIGHTNING = (
+    Scalar("epoch", "1", "Passes over the training prompts", "context"),
+    Scalar("step", "steps", "Optimizer steps; logged by tools that keep it as a column", "context"),
+    Scalar("hp_metric", "1", "Placeholder of the hyper-parameter tab, or the final score", "context"),
+    Scalar("lr-{optimizer}", "1", "Learning rate by the LearningRateMonitor callback", "context"),
+)
+
+# Held-out evaluation.
+_VALIDATION = (
+    Scalar("val/reward", "reward", "Mean reward on held-out prompts", "higher"),
+    Scalar("val/rewards/{name}/mean", "reward", "Mean of one reward function on held-out prompts", "higher"),
+    Scalar("val/pass@{k}", "fraction", "Share of held-out prompts solved by at least one of k completions", "higher"),
+    Scalar("val/completions/mean_length", "tokens", "Mean completion length on held-out prompts", "context"),
+    Scalar(
+        "val/completions/clipped_ratio",
+        "fraction",
+        "Share of held-out completions cut off at the length limit",
+        "lower",
+        (0.0, 0.5),
+    ),
+)
+
+# The package's own, one block per method, each in its own tuple so that blocks can grow independently.
+_GRPO = (
+    Scalar(
+        "rlstab/grpo/advantage_abs_mean", "1", "Mean absolute advantage; the plain mean is always about 0", "context"
+    ),
+    Scalar(
+        "rlstab/grpo/rewards_missing", "count", "Rewards left out because a function abstained or gave NaN/inf", "lower"
+    ),
+    Scalar("rlstab/grpo/rewards_nan", "count", "NaN rewards in the last rollout", "lower", (0.0, 0.0)),
+    Scalar("rlstab/grpo/rewards_inf", "count", "Infinite rewards in the last rollout", "lower", (0.0, 0.0)),
+)
+
+_MONITOR = (
+    Scalar("rlstab/monitor/alarms", "count", "Alarms raised since the start", "lower", (0.0, 0.0)),
+    Scalar(
+        "rlstab/monitor/held_out_gap",
+        "reward",
+        "Rise of the training reward minus rise of the held-out score since the first evaluation",
+        "lower",
+    ),
+    Scalar(
+        "rlstab/monitor/grad_norm_drift",
+        "1",
+        "Recent median of the gradient norm over its early median",
+        "range",
+        (0.2, 4.0),
+    ),
+    Scalar("rlstab/monitor/repetition", "fraction", "Share of repeated 4-grams in completions", "lower", (0.0, 0.5)),
+    Scalar("rlstab/monitor/weights_moved", "1", "Relative change of a sample of weights since the start", "context"),
+)
+
+_GEPO: tuple[Scalar, ...] = ()
+
+_OPEFO: tuple[Scalar, ...] = ()
+
+_QUATRO: tuple[Scalar, ...] = ()
+
+_GRADLOC: tuple[Scalar, ...] = ()
+
+_CLIPS: tuple[Scalar, ...] = ()
+
+_STRATEGY: tuple[Scalar, ...] = ()
+
+SCALARS: dict[str, Scalar] = {
+    row.name: row
+    for row in (
+        *_TRL,
+        *_LIGHTNING,
+        *_VALIDATION,
+        *_GRPO,
+        *_MONITOR,
+        *_GEPO,
+        *_OPEFO,
+        *_QUATRO,
+        *_GRADLOC,
+        *_CLIPS,
+        *_STRATEGY,
+    )
+}
+
+
+@functools.cache
+def _patterns() -> tuple[tuple[re.Pattern[str], Scalar], ...]:
+    found = []
+    for row in SCALARS.values():
+        if "{" in row.name:
+            parts = re.split(r"\{[^}]*\}", row.name)
+            found.append((re.compile(r"[^/]+".join(map(re.escape, parts))), row))
+    return tuple(found)
+
+
+def declared(name: str) -> Scalar | None:
+    """The table's row for a logged name, or None when nobody declared it.
+
+    Args:
+        name: The name as logged, e.g. ``"rewards/accuracy/mean"``.
+
+    Returns:
+        The exact row, else the first row whose placeholders match.
+
+    Example:
+        >>> declared("rewards/accuracy/mean").name
+        'rewards/{name}/mean'
+        >>> declared("rewards/accuracy") is None
+        True
+    """
+    row = SCALARS.get(name)
+    if row is not None:
+        return row
+    return next((row for pattern, row in _patterns() if pattern.fullmatch(name)), None)
+
+
+def undeclared(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that the table does not know, sorted and without repeats.
+
+    Example:
+        >>> undeclared(["reward", "rlstab/gepo/surprise"])
+        ['rlstab/gepo/surprise']
+    """
+    return sorted({name for name in names if declared(name) is None})
+
+
+def markdown_table() -> str:
+    """The whole table in Markdown, for the documentation.
+
+    Example:
+        >>> markdown_table().splitlines()[0]
+        '| name | unit | meaning | how to read it | healthy |'
+    """
+    lines = ["| name | unit | meaning | how to read it | healthy |", "|---|---|---|---|---|"]
+    for row in SCALARS.values():
+        reading = _DIRECTION_WORDS[row.direction]
+        lines.append(f"| `{row.name}` | {row.unit} | {row.meaning} | {reading} | {_range_words(row.healthy)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range_words(healthy: tuple[float | None, float | None] | None) -> str:
+    if healthy is None:
+        return ""
+    low, high = healthy
+    if low is None:
+        return f"at most {high:g}"
+    if high is None:
+        return f"at least {low:g}"
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
