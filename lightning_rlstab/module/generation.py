@@ -1,0 +1,372 @@
+"""Sampling with Hugging Face ``generate``: right masks, the sampling policy's log-probs, and nothing left changed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rlstab.core.checks import nearest_name, refusal
+from lightning_rlstab.rollout.sampler import Samples, SamplingSettings
+
+__all__ = ["HFSampler", "eos_token_ids_of", "pad_token_id_of"]
+
+_log = logging.getLogger(__name__)
+
+# These would change how many rows come back, or what `generate` returns.
+_REFUSED_KWARGS = ("num_return_sequences", "num_beams", "return_dict_in_generate", "output_logits", "output_scores")
+
+
+class HFSampler:
+    """A ``Sampler`` on the policy's own ``generate``.
+
+    What it takes care of: left padding with position ids from the mask; the KV cache, also when gradient checkpointing
+    is on; evaluation mode while sampling, with every submodule's mode restored exactly; several end-of-sequence ids;
+    the model folder's own generation settings, which never override the given ones; the random generators, which are
+    left as they were when a seed is given. It runs under ``no_grad``, never in inference mode: a sharded model that has
+    once run in inference mode cannot be trained any more.
+
+    Equal neighbouring prompts, as in a group, are run through the model once and their cache is copied.
+
+    Args:
+        processing_class: Tokenizer, or a processor that has one; may be None when both ids are given.
+        pad_token_id: Id of the padding; by default the tokenizer's, and without one its end-of-sequence id.
+        eos_token_ids: Ids that end a completion; by default the tokenizer's and all that the model declares.
+        is_eval_mode: Sample without dropout. False leaves every module in the mode it is in.
+        synced_gpus: Passed to ``generate``: False when the weights are whole on every process; None lets it decide.
+        is_prefill_shared: Run equal neighbouring prompts through the model once; only where no collective is involved.
+
+    Example:
+        >>> HFSampler(pad_token_id=0, eos_token_ids=[1, 2]).pad_token_id
+        0
+    """
+
+    def __init__(
+        self,
+        processing_class: Any = None,
+        *,
+        pad_token_id: int | None = None,
+        eos_token_ids: int | Sequence[int] | None = None,
+        is_eval_mode: bool = True,
+        synced_gpus: bool | None = None,
+        is_prefill_shared: bool = True,
+    ) -> None:
+        self.pad_token_id = pad_token_id_of(processing_class) if pad_token_id is None else pad_token_id
+        self._processing_class = processing_class
+        self._eos_token_ids = None if eos_token_ids is None else _as_ids(eos_token_ids)
+        self.is_eval_mode = is_eval_mode
+        self.synced_gpus = synced_gpus
+        self.is_prefill_shared = is_prefill_shared
+
+    def eos_token_ids(self, policy: Any) -> list[int]:
+        """The ids that end a completion of this policy."""
+        return self._eos_token_ids or eos_token_ids_of(_generating_model(policy), self._processing_class)
+
+    def sample(
+        self,
+        policy: Any,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        *,
+        settings: SamplingSettings,
+        seed: int | None = None,
+    ) -> Samples:
+        """Continue every row once; see ``Sampler.sample``.
+
+        Args:
+            policy: A transformers model with ``generate``, or a peft model around one.
+            prompt_ids: (B, P) int64, left-padded.
+            prompt_mask: (B, P) bool, True on real tokens.
+            settings: The knobs.
+            seed: Draw from this seed and leave the global generators alone; None draws from them.
+
+        Returns:
+            ``Samples`` on the device of ``prompt_ids``.
+
+        Raises:
+            ValueError: If a prompt fills the model's context, or ``generation_kwargs`` holds an unknown field.
+        """
+        model = _generating_model(policy)
+        eos_token_ids = self.eos_token_ids(policy)
+        configuration = self._configuration(settings, model, eos_token_ids, prompt_mask)
+        recorder = _LogprobRecorder(temperature=float(configuration.temperature or 1.0))
+        extra: dict[str, Any] = {"tokenizer": self._processing_class} if configuration.stop_strings else {}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_sampling_modes(policy, is_eval_mode=self.is_eval_mode))
+            stack.enter_context(_own_generation_config(model, configuration))
+            stack.enter_context(_autocast_cache_cleared())
+            if self.is_prefill_shared:
+                extra |= _shared_prefill(policy, model, prompt_ids, prompt_mask)
+            if seed is not None:
+                stack.enter_context(_seeded(prompt_ids.device, seed))
+            stack.enter_context(recorder.attached(model))
+            sequences = policy.generate(
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask.long(),
+                generation_config=configuration,
+                logits_processor=[recorder],
+                synced_gpus=self.synced_gpus,
+                **extra,
+            )
+        completion_ids = sequences[:, prompt_ids.shape[1] :]
+        lengths, has_eos = _lengths(completion_ids, eos_token_ids, self.pad_token_id)
+        mask = torch.arange(completion_ids.shape[1], device=completion_ids.device) < lengths.unsqueeze(1)
+        is_truncated = ~has_eos
+        if configuration.stop_strings:  # a row that met one of these ends without an end-of-sequence token
+            is_truncated &= lengths >= configuration.max_new_tokens
+        return Samples(
+            completion_ids=torch.where(mask, completion_ids, self.pad_token_id),
+            completion_mask=mask,
+            is_truncated=is_truncated,
+            behavior_logprobs=torch.where(mask, recorder.logprobs(completion_ids), 0.0),
+        )
+
+    def _configuration(self, settings: SamplingSettings, model: Any, eos_token_ids: list[int], mask: Tensor) -> Any:
+        from transformers import GenerationConfig
+
+        fields: dict[str, Any] = {
+            "max_new_tokens": settings.max_completion_length,
+            "do_sample": True,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p,
+            "repetition_penalty": settings.repetition_penalty,
+            "use_cache": True,  # models saved for training often say no
+            "disable_compile": True,
+            "pad_token_id": self.pad_token_id,
+            "eos_token_id": eos_token_ids,
+        }
+        known = GenerationConfig()
+        for name, value in (settings.generation_kwargs or {}).items():
+            if name in _REFUSED_KWARGS:
+                raise refusal("generation_kwargs", f"not hold {name}", value, "Every prompt gives one completion")
+            if not hasattr(known, name):
+                close = nearest_name(name, vars(known))
+                advice = f"Did you mean {close!r}" if close else ""
+                raise refusal("generation_kwargs", "hold fields of transformers.GenerationConfig", name, advice)
+            fields[name] = value
+        fields["max_new_tokens"] = _within_context(model, mask, int(fields["max_new_tokens"]))
+        return GenerationConfig(**fields)
+
+
+def pad_token_id_of(processing_class: Any) -> int:
+    """The padding id of a tokenizer or processor; without one, its end-of-sequence id, as TRL does.
+
+    Safe for training: masks are made from positions, so a real end-of-sequence token is never taken for padding.
+
+    Raises:
+        ValueError: If there is neither.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    for name in ("pad_token_id", "eos_token_id"):
+        if (token_id := getattr(tokenizer, name, None)) is not None:
+            return int(token_id)
+    advice = "Set tokenizer.pad_token or pass pad_token_id"
+    raise refusal("processing_class", "have a pad token or an end-of-sequence token", processing_class, advice)
+
+
+def eos_token_ids_of(model: Any, processing_class: Any = None) -> list[int]:
+    """The tokenizer's end-of-sequence id and every one that the model declares, without repeats.
+
+    Raises:
+        ValueError: If there is none at all.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = [*_as_ids(getattr(tokenizer, "eos_token_id", None)), *_as_ids(declared)]
+    if not ids:
+        advice = "Set tokenizer.eos_token or pass eos_token_ids"
+        raise refusal("processing_class", "have an end-of-sequence token", processing_class, advice)
+    return list(dict.fromkeys(ids))
+
+
+def _as_ids(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    return [int(ids)] if isinstance(ids, int) else [int(token_id) for token_id in ids]
+
+
+def _generating_model(policy: Any) -> Any:
+    """The transformers model whose forward ``generate`` calls: inside ``torch.compile`` and peft wrappers."""
+    model = getattr(policy, "_orig_mod", policy)
+    if callable(unwrap := getattr(model, "get_base_model", None)):
+        model = unwrap()
+    if not callable(getattr(model, "generate", None)):
+        advice = "Use a transformers causal language model, or pass a Sampler of your own"
+        raise refusal("model", "have a `generate` method", type(policy).__name__, advice)
+    return model
+
+
+def _within_context(model: Any, prompt_mask: Tensor, max_new_tokens: int) -> int:
+    """``max_new_tokens``, cut where prompt and completion would leave the model's context."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return max_new_tokens
+    longest = int(prompt_mask.sum(dim=1).max())
+    if longest >= context:
+        advice = "Shorten or drop the longest prompts"
+        raise refusal("prompt", f"be shorter than the model's context of {context} tokens", longest, advice)
+    if longest + max_new_tokens > context:
+        words = "a prompt of %d tokens leaves %d of max_completion_length %d in the model's context of %d"
+        _log.warning(words, longest, context - longest, max_new_tokens, context)
+    return min(max_new_tokens, int(context) - longest)
+
+
+def _lengths(completion_ids: Tensor, eos_token_ids: list[int], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """(B,) tokens up to and with the first end-of-sequence token, and (B,) bool whether there is one."""
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
+    has_eos = is_eos.any(dim=1)
+    positions = torch.arange(1, completion_ids.shape[1] + 1, device=completion_ids.device)
+    # Without an end-of-sequence token a row is full, unless a stop string ended it: then padding follows.
+    last_token = torch.where(completion_ids != pad_token_id, positions, 0).amax(dim=1)
+    unended = torch.full_like(last_token, completion_ids.shape[1]) if pad_token_id in eos_token_ids else last_token
+    return torch.where(has_eos, is_eos.int().argmax(dim=1) + 1, unended.clamp(min=1)), has_eos
+
+
+@contextmanager
+def _sampling_modes(policy: nn.Module, *, is_eval_mode: bool) -> Iterator[None]:
+    # Flags are set one by one: `eval()` followed by `train()` would wake up modules that were frozen in eval mode.
+    modules = list(policy.modules())
+    modes = [module.training for module in modules]
+    # In train mode, checkpointed layers drop the KV cache and generation becomes quadratic.
+    checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing") is True]
+    try:
+        for module in checkpointed:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        if is_eval_mode:
+            for module in modules:
+                module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@contextmanager
+def _own_generation_config(model: Any, configuration: Any) -> Iterator[None]:
+    # `generate` fills every field that is None from the model's own settings, e.g. a top-k or a penalty that the
+    # model's folder recommends for chatting.
+    before = model.generation_config
+    model.generation_config = type(configuration)()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@contextmanager
+def _autocast_cache_cleared() -> Iterator[None]:
+    # Inside autocast, weights cast under no_grad are cached without gradient, and the training forward of the same
+    # step would use these copies: the weights would get no gradient at all.
+    try:
+        yield
+    finally:
+        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    # Not torch.manual_seed: it would reseed the generators of all devices, also of those not restored here.
+    if device.type == "cpu":
+        source: Any = torch.default_generator
+        before = source.get_state()
+        source.manual_seed(seed)
+        try:
+            yield
+        finally:
+            source.set_state(before)
+        return
+    source = torch.get_device_module(device)
+    before = source.get_rng_state(device)
+    with source.device(device):
+        source.manual_seed(seed)
+    try:
+        yield
+    finally:
+        source.set_rng_state(before, device)
+
+
+def _shared_prefill(policy: Any, model: Any, prompt_ids: Tensor, prompt_mask: Tensor) -> dict[str, Any]:
+    """Keywords for ``generate`` with the cache of the prompts but for their last token; empty if it cannot be shared."""
+    from transformers import DynamicCache
+
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    has_virtual_tokens = bool(getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False))
+    is_stateful = bool(getattr(model, "_is_stateful", False)) or model.config.is_encoder_decoder
+    parameters = inspect.signature(model.forward).parameters
+    if (
+        is_sharded
+        or has_virtual_tokens
+        or is_stateful
+        or "logits_to_keep" not in parameters
+        or prompt_ids.shape[1] == 1
+    ):
+        return {}
+    both = torch.stack([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
+    rows, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
+    if rows.shape[0] == prompt_ids.shape[0]:
+        return {}
+    ids, mask = rows[:, 0, :-1], rows[:, 1, :-1]
+    cache = DynamicCache(config=model.config)
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    # transformers renamed the argument during its fifth major version and warns about the old name.
+    cached = {"cache" if "cache" in parameters else "past_key_values": cache}
+    model(input_ids=ids, attention_mask=mask, position_ids=position_ids, logits_to_keep=1, **cached)
+    cache.batch_select_indices(row_of)
+    return cached
+
+
+class _LogprobRecorder:
+    """Log-probs of the sampled tokens, step by step: one (B, V) tensor is alive at a time, never (B, T, V).
+
+    A forward hook sees the logits before any processor touches them; the logits processor sees, one step later,
+    which token was drawn.
+    """
+
+    def __init__(self, *, temperature: float) -> None:
+        self._temperature = temperature
+        self._raw: Tensor | None = None
+        self._waiting: tuple[Tensor, Tensor] | None = None
+        self._columns: list[Tensor] = []
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        handle = model.register_forward_hook(self._see)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _see(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._raw = output.logits[:, -1]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Note the token drawn last and keep the logits of the next one; ``scores`` go through unchanged."""
+        self._take(input_ids[:, -1])
+        assert self._raw is not None
+        logits = self._raw.float()
+        if self._temperature != 1.0:
+            logits = logits / self._temperature
+        self._waiting, self._raw = (logits, logits.logsumexp(dim=-1)), None
+        return scores
+
+    def _take(self, tokens: Tensor) -> None:
+        if self._waiting is not None:
+            logits, log_total = self._waiting
+            self._columns.append(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - log_total)
+
+    def logprobs(self, completion_ids: Tensor) -> Tensor:
+        """(B, T) float32 nats for the finished completions."""
+        self._take(completion_ids[:, -1])
+        self._waiting = None
+        return torch.stack(self._columns[: completion_ids.shape[1]], dim=1)
