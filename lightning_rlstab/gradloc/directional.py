@@ -1,0 +1,105 @@
+"""Tier 1: every token's share of the spike from forward sweeps along the gradient, with a built-in check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlstab.core.gradloc import probe_shift, token_shares
+from lightning_rlstab.gradloc.oracle import GradientOracle, WindowSignals
+
+__all__ = ["Shares", "gradient_shares"]
+
+_WANTED_CHANGE = 0.01  # nats, of the steepest token's log-prob
+_LARGEST_CHANGE = 0.1
+_SMALLEST_CHANGE = 3e-4  # some hundred times the rounding of float32 log-probs
+_HEAVY_SEQUENCE = 0.02  # sum of |shares| of a sequence from which a central difference is worth its sweep
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+    """Shares of all tokens and how far to trust them.
+
+    Attributes:
+        values: Float64, the shape of the signals.
+        completeness: Their sum; 1 when nothing is missing.
+        is_complete: Whether the sum is 1 within the tolerance.
+        shift: The distance along the unit gradient that was used.
+    """
+
+    values: Tensor
+    completeness: float
+    is_complete: bool
+    shift: float
+
+
+def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
+    """s_t = <g_t, g> / ||g||^2 of every token from a finite difference of log-probs along g.
+
+    One forward sweep above theta, and one below it only for the sequences that matter: there the difference is central
+    (error of second order), for the rest it is taken against the log-probs of training. The shift is chosen so that the
+    steepest token moves by 0.01 nats; when the step proves too long or too short, or the sum misses 1 by more than
+    the tolerance, it is chosen anew.
+
+    Args:
+        oracle: Whom to ask; ``grad_norm`` finite and above 0.
+        tolerance: Largest distance of the sum from 1 that still counts as complete.
+
+    Returns:
+        The shares of the attempt whose sum came nearest to 1.
+    """
+    shift = probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=_WANTED_CHANGE)
+    best: Shares | None = None
+    for _ in range(_ATTEMPTS):
+        above = oracle.shifted_logprobs(shift)
+        change = _largest_change(oracle.signals, above)
+        if oracle.is_base_reusable and not _SMALLEST_CHANGE <= change <= _LARGEST_CHANGE and best is None:
+            # The first guess of the slope was far off: one sweep told us by how much.
+            factor = _WANTED_CHANGE / change if 0 < change < float("inf") else 0.1
+            shift *= min(max(factor, 1e-3), 1e3)
+            above = oracle.shifted_logprobs(shift)
+        shares = _difference(oracle, above, shift, tolerance)
+        if best is None or abs(shares.completeness - 1) < abs(best.completeness - 1):
+            best = shares
+        if shares.is_complete:
+            break
+        shift *= 0.2 if _largest_change(oracle.signals, above) > 0.1 * _WANTED_CHANGE else 5.0
+        if not oracle.is_base_reusable:
+            break  # low precision: another shift costs two whole sweeps and seldom helps
+    assert best is not None
+    return best
+
+
+def _difference(oracle: GradientOracle, above: Tensor, shift: float, tolerance: float) -> Shares:
+    signals = oracle.signals
+    if oracle.is_base_reusable:
+        one_sided = token_shares(
+            signals.slope, above, signals.logprobs, distance=shift, grad_norm=oracle.grad_norm
+        ).nan_to_num()
+        heavy = one_sided.abs().sum(dim=-1) >= _HEAVY_SEQUENCE
+        below = oracle.shifted_logprobs(-shift, heavy)
+        central = token_shares(signals.slope, above, below, distance=2 * shift, grad_norm=oracle.grad_norm)
+        values = torch.where(heavy.unsqueeze(-1), central, one_sided)
+    else:
+        below = oracle.shifted_logprobs(-shift)
+        values = token_shares(signals.slope, above, below, distance=2 * shift, grad_norm=oracle.grad_norm)
+    values = torch.where(signals.mask, values, torch.zeros_like(values))
+    completeness = float(values.sum())
+    is_complete = abs(completeness - 1) <= tolerance  # False for NaN
+    return Shares(values=values.nan_to_num(), completeness=completeness, is_complete=is_complete, shift=shift)
+
+
+def _steepest_slope(signals: WindowSignals) -> float:
+    """|c| of the token that most likely dominates: the largest head norm, else the largest slope."""
+    size = signals.slope.abs() if signals.head_norms is None else signals.head_norms
+    size = torch.where(signals.mask, size, torch.zeros_like(size))
+    slope = float(signals.slope.abs().flatten()[size.flatten().argmax()])
+    return slope if slope > 0 else float(signals.slope.abs().max())
+
+
+def _largest_change(signals: WindowSignals, above: Tensor) -> float:
+    moved = torch.where(signals.slope != 0, (above - signals.logprobs).abs(), torch.zeros_like(above))
+    return float(moved.max())

@@ -1,0 +1,82 @@
+"""What a localization found: plain records for events, logs and decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_rlstab.gradloc.oracle import TokenAddress
+
+__all__ = ["Cause", "Culprit", "Finding", "VerdictWord"]
+
+VerdictWord = Literal["tokens", "sequence", "layer", "systematic", "diffuse", "numeric"]
+"""What made the spike: single tokens, a whole sequence, a few layers, a mismatch of everything, no one in particular,
+or a non-finite value."""
+
+Cause = str
+"""Why a culprit is one: ``token_mismatch``, ``sequence_mismatch``, ``systematic_mismatch``, ``layer``, ``rare_token``,
+``large_advantage``, ``unknown``, or ``non-finite: <where it first appeared>``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """One token that made the spike.
+
+    Attributes:
+        address: Where it is.
+        token_id: Its id in the vocabulary.
+        share: Its share of the squared gradient norm, signed; None when it was not measured.
+        grad_norm: Norm of its own gradient; None when it was not measured.
+        importance_ratio: Policy in training over policy that sampled; None when the latter is unknown.
+        cause: Why.
+        layers: (layer, share of the token's squared gradient norm), largest first.
+    """
+
+    address: TokenAddress
+    token_id: int
+    share: float | None
+    grad_norm: float | None
+    importance_ratio: float | None
+    cause: Cause
+    layers: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The answer to one spike.
+
+    Attributes:
+        verdict: What kind of thing made it.
+        culprits: The tokens to blame, largest first; empty where nobody is.
+        tier: The rung of the ladder that gave the answer: 0 forward flags, 1 shares, 2 masked backward of the tokens
+            with the largest head norms, 3 bisection.
+        grad_norm: Norm of the step's gradient.
+        threshold: Norm above which it counted as a spike.
+        remaining_norm: Norm without the culprits; None when nothing was taken away.
+        completeness: Sum of all shares, 1 when the answer is whole; None when shares were not taken.
+        effective_tokens: Participation number of the shares; None when shares were not taken.
+        layers: (layer, share of the spike's squared norm), largest first.
+        cost_sweeps: Work spent, in forward+backward sweeps over the step.
+        backward_probes: Masked backward passes spent.
+        is_budget_exhausted: Whether the search ended because its budget did.
+        notes: Sentences for the log, e.g. that a check failed.
+    """
+
+    verdict: VerdictWord
+    culprits: tuple[Culprit, ...]
+    tier: int
+    grad_norm: float
+    threshold: float
+    remaining_norm: float | None = None
+    completeness: float | None = None
+    effective_tokens: float | None = None
+    layers: tuple[tuple[str, float], ...] = ()
+    cost_sweeps: float = 0.0
+    backward_probes: int = 0
+    is_budget_exhausted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_removal_enough(self) -> bool:
+        """Whether the step without the culprits is back at or under the threshold."""
+        return bool(self.culprits) and self.remaining_norm is not None and self.remaining_norm <= self.threshold

@@ -1,0 +1,272 @@
+"""The ladder: from a spike to its tokens, from the cheapest rung that answers to the next one when a check fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rlstab.core.checks import choice, integer, number
+from lightning_rlstab.core.gradloc import effective_tokens
+from lightning_rlstab.gradloc.attribution import (
+    Mismatch,
+    concentrated_layers,
+    layer_shares,
+    mismatch_reading,
+    token_cause,
+)
+from lightning_rlstab.gradloc.bisection import bisection
+from lightning_rlstab.gradloc.candidates import NormEstimates, relative_weights
+from lightning_rlstab.gradloc.directional import Shares, gradient_shares
+from lightning_rlstab.gradloc.finding import Culprit, Finding, VerdictWord
+from lightning_rlstab.gradloc.numeric import nonfinite_finding
+from lightning_rlstab.gradloc.oracle import GradientOracle, SubsetGradient, TokenAddress
+
+__all__ = ["LadderSettings", "localized"]
+
+_DOMINANT_SHARE = 0.5
+_MOST_MISSES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderSettings:
+    """How to search.
+
+    Args:
+        search: ``"auto"`` climbs the ladder; ``"directional"`` stays on tiers 0 to 2; ``"bisect"`` is the reference
+            search.
+        top_k: Culprits named at most, >= 1.
+        probe_budget: Masked backward passes allowed in one search, >= 1.
+        completeness_tolerance: Largest distance of the sum of shares from 1 that passes the check, in (0, 1).
+        culprit_frac: A token is a culprit when its own gradient reaches this fraction of the threshold, in (0, 1].
+
+    Raises:
+        ValueError: Naming the field, the rule and the value.
+    """
+
+    search: Literal["auto", "directional", "bisect"] = "auto"
+    top_k: int = 8
+    probe_budget: int = 64
+    completeness_tolerance: float = 0.05
+    culprit_frac: float = 0.25
+
+    def __post_init__(self) -> None:
+        choice("search", self.search, ("auto", "directional", "bisect"))
+        integer("top_k", self.top_k, at_least=1)
+        integer("probe_budget", self.probe_budget, at_least=1)
+        number("completeness_tolerance", self.completeness_tolerance, above=0, below=1)
+        number("culprit_frac", self.culprit_frac, above=0, at_most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Confirmed:
+    """Tokens whose own gradient was measured and deducted from what remains."""
+
+    tokens: tuple[tuple[TokenAddress, SubsetGradient], ...]
+    remaining: float | None
+    probes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Case:
+    """What every rung needs to know about the spike."""
+
+    oracle: GradientOracle
+    threshold: float
+    settings: LadderSettings
+    mismatch: Mismatch
+    layers: tuple[str, ...]
+
+    @property
+    def blameless_verdict(self) -> VerdictWord:
+        if self.mismatch.is_systematic:
+            return "systematic"
+        return "layer" if self.layers else "diffuse"
+
+    def is_explained(self, remaining: float | None) -> bool:
+        """Whether what was taken away was the spike: most of the norm is gone, or the rest is usual."""
+        limit = max(self.threshold, _DOMINANT_SHARE * self.oracle.grad_norm)
+        return remaining is not None and remaining <= limit
+
+
+def localized(
+    oracle: GradientOracle,
+    *,
+    threshold: float,
+    tau_token: float,
+    settings: LadderSettings,
+    usual_layers: Mapping[str, float] | None = None,
+) -> Finding:
+    """Find what made the gradient of this step larger than ``threshold``.
+
+    Args:
+        oracle: Whom to ask about the step.
+        threshold: Norm above which the step is a spike, > 0.
+        tau_token: The same for one token's gradient, used by the reference search.
+        settings: How to search.
+        usual_layers: Usual share of each layer in the squared gradient norm, or None while unknown.
+
+    Returns:
+        The finding; what remains of the gradient after deducting the culprits is left with the oracle.
+    """
+    if not math.isfinite(oracle.grad_norm):
+        return nonfinite_finding(oracle, threshold=threshold, budget=settings.probe_budget, top_k=settings.top_k)
+    finding = _finding(oracle, threshold, tau_token, settings, usual_layers)
+    return dataclasses.replace(
+        finding, layers=layer_shares(oracle.layer_norms), cost_sweeps=oracle.cost_sweeps, threshold=threshold
+    )
+
+
+def _finding(
+    oracle: GradientOracle,
+    threshold: float,
+    tau_token: float,
+    settings: LadderSettings,
+    usual_layers: Mapping[str, float] | None,
+) -> Finding:
+    case = _Case(
+        oracle=oracle,
+        threshold=threshold,
+        settings=settings,
+        mismatch=mismatch_reading(oracle.signals),
+        layers=concentrated_layers(layer_shares(oracle.layer_norms), usual_layers),
+    )
+    blank = Finding(
+        verdict=case.blameless_verdict, culprits=(), tier=1, grad_norm=oracle.grad_norm, threshold=threshold
+    )
+    if settings.search == "bisect" or not bool((oracle.signals.slope != 0).any()):
+        return _by_bisection(case, tau_token, blank)
+    shares = gradient_shares(oracle, tolerance=settings.completeness_tolerance)
+    blank = dataclasses.replace(blank, completeness=shares.completeness)
+    if not shares.is_complete:
+        note = f"The shares sum to {shares.completeness:.3g} instead of 1: the forward probe was not trusted."
+        blank = dataclasses.replace(blank, notes=(note,), tier=2)
+    finding = _by_tokens(case, shares, blank)
+    if shares.is_complete or finding.culprits or finding.verdict == "layer" or settings.search == "directional":
+        return finding
+    return _by_bisection(case, tau_token, blank)
+
+
+def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
+    """Tiers 1 and 2: rank by shares (or by head norms when those failed), confirm with masked backward passes."""
+    weight = relative_weights(case.oracle, shares)
+    values = shares.values if shares.is_complete else None
+    blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight))
+    sequence = _dominant_sequence(weight, case.mismatch)
+    if sequence is not None and not case.mismatch.is_systematic:
+        return _sequence_finding(case, sequence, values, blank)
+    largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
+    if float(largest.sum()) < _DOMINANT_SHARE:
+        return blank
+    confirmed = _confirmed_tokens(case, shares)
+    blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
+    if not case.is_explained(confirmed.remaining):
+        return blank
+    culprits = tuple(_culprit(case, address, part, values) for address, part in confirmed.tokens)
+    return _token_finding(case, culprits, confirmed.remaining, blank)
+
+
+def _token_finding(case: _Case, culprits: tuple[Culprit, ...], remaining: float | None, blank: Finding) -> Finding:
+    has_mismatch = any(culprit.cause.endswith("_mismatch") for culprit in culprits)
+    if case.layers and not has_mismatch:
+        culprits = tuple(dataclasses.replace(culprit, cause="layer") for culprit in culprits)
+        return dataclasses.replace(blank, verdict="layer", culprits=culprits, remaining_norm=remaining)
+    if case.mismatch.is_systematic and not any(culprit.cause == "token_mismatch" for culprit in culprits):
+        return dataclasses.replace(blank, verdict="systematic")
+    return dataclasses.replace(blank, verdict="tokens", culprits=culprits, remaining_norm=remaining)
+
+
+def _dominant_sequence(weight: Tensor, mismatch: Mismatch) -> tuple[int, int, int] | None:
+    """The sequence with most of the weight, if its tokens are off as a whole."""
+    per_sequence = weight.sum(dim=-1)
+    place = tuple(int(index) for index in torch.unravel_index(per_sequence.argmax(), per_sequence.shape))
+    is_blamed = float(per_sequence[place]) >= _DOMINANT_SHARE and bool(mismatch.off_sequences[place])
+    return (place[0], place[1], place[2]) if is_blamed else None
+
+
+def _sequence_finding(case: _Case, sequence: tuple[int, int, int], values: Tensor | None, blank: Finding) -> Finding:
+    """Take the whole sequence away with one masked backward; its largest tokens are listed."""
+    signals = case.oracle.signals
+    tokens = torch.zeros_like(signals.mask)
+    tokens[sequence] = signals.mask[sequence]
+    part = case.oracle.subset_gradient(tokens)
+    remaining = case.oracle.deduct()
+    size = values if values is not None else signals.slope.abs() if signals.head_norms is None else signals.head_norms
+    order = size[sequence].argsort(descending=True).tolist()
+    listed = [TokenAddress(*sequence, token) for token in order if bool(tokens[sequence][token])]
+    culprits = tuple(
+        dataclasses.replace(
+            _culprit(case, address, None, values), cause="sequence_mismatch", layers=layer_shares(part.layers)
+        )
+        for address in listed[: case.settings.top_k]
+    )
+    return dataclasses.replace(
+        blank, verdict="sequence", culprits=culprits, remaining_norm=remaining, backward_probes=1
+    )
+
+
+def _confirmed_tokens(case: _Case, shares: Shares) -> _Confirmed:
+    """Measure candidates one by one, largest estimate first, until what is left would not be a culprit."""
+    oracle, settings = case.oracle, case.settings
+    floor = settings.culprit_frac * case.threshold
+    estimates = NormEstimates(oracle, shares)
+    tokens: list[tuple[TokenAddress, SubsetGradient]] = []
+    remaining: float | None = None
+    misses = probes = 0
+    while len(tokens) < settings.top_k and misses < _MOST_MISSES and probes < settings.probe_budget:
+        address = estimates.next_candidate(floor)
+        if address is None:
+            break
+        part = oracle.subset_gradient(oracle.signals.selection(address))
+        probes += 1
+        estimates.learn(address, part.norm)
+        if part.norm >= floor:
+            remaining = oracle.deduct()
+            tokens.append((address, part))
+        else:
+            misses += 1
+    return _Confirmed(tokens=tuple(tokens), remaining=remaining, probes=probes)
+
+
+def _culprit(case: _Case, address: TokenAddress, part: SubsetGradient | None, values: Tensor | None) -> Culprit:
+    signals = case.oracle.signals
+    log_ratio = float(signals.log_ratios[address])
+    return Culprit(
+        address=address,
+        token_id=int(signals.token_ids[address]),
+        share=None if values is None else float(values[address]),
+        grad_norm=None if part is None else part.norm,
+        importance_ratio=None if math.isnan(log_ratio) else math.exp(min(max(log_ratio, -700.0), 700.0)),
+        cause=token_cause(signals, case.mismatch, address),
+        layers=() if part is None else layer_shares(part.layers),
+    )
+
+
+def _by_bisection(case: _Case, tau_token: float, blank: Finding) -> Finding:
+    """Tier 3: the reference search, then one masked backward to take what it found away."""
+    oracle, settings = case.oracle, case.settings
+    result = bisection(oracle, tau_token=tau_token, budget=settings.probe_budget, most=settings.top_k)
+    notes = blank.notes
+    if result.is_budget_exhausted:
+        notes = (*notes, "The probe budget ended before every segment over its threshold was visited.")
+    blank = dataclasses.replace(
+        blank, tier=3, backward_probes=result.probes, is_budget_exhausted=result.is_budget_exhausted, notes=notes
+    )
+    if not result.found:
+        return blank
+    oracle.subset_gradient(oracle.signals.selection(*(address for address, _ in result.found)))
+    remaining = oracle.deduct()
+    blank = dataclasses.replace(blank, backward_probes=result.probes + 1)
+    if not case.is_explained(remaining):
+        listed = ", ".join(str(tuple(address)) for address, _ in result.found[:3])
+        note = f"Tokens over their own threshold ({listed}) do not explain the spike."
+        return dataclasses.replace(blank, notes=(*notes, note))
+    culprits = tuple(
+        dataclasses.replace(_culprit(case, address, None, None), grad_norm=norm) for address, norm in result.found
+    )
+    return _token_finding(case, culprits, remaining, blank)

@@ -1,0 +1,151 @@
+"""What the ladder knows about a step, and what it may ask about the step's gradient.
+
+Every per-token tensor has the shape (micro_batch, rank, sequence, token), padded to the longest, and is equal on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["GradientOracle", "SubsetGradient", "TokenAddress", "WindowSignals"]
+
+
+class TokenAddress(NamedTuple):
+    """Where a completion token is in the whole job.
+
+    Attributes:
+        micro_batch: Index within the optimizer step, from 0.
+        rank: Process that trained on it.
+        sequence: Row within the micro-batch on that rank.
+        token: Position in the completion, from 0.
+    """
+
+    micro_batch: int
+    rank: int
+    sequence: int
+    token: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WindowSignals:
+    """What the forward passes of one optimizer step left behind, gathered from all ranks.
+
+    Attributes:
+        mask: Bool, tokens that count in the loss and whose micro-batch was not dropped.
+        slope: Float32, dL/dlogprob of each token, L being the mean over ranks of the summed token losses.
+        logprobs: Float32 nats, of the policy in training.
+        head_norms: Float32 closed-form gradient norms of the output projection, or None when they were not recorded.
+        log_ratios: Float32 nats, ``logprobs - behavior_logprobs``; NaN where the sampler's are unknown.
+        token_ids: Int64.
+        advantages: (micro_batch, rank, sequence) float32.
+        nonfinite: Bool tensors by the place where a non-finite value was seen, in the order of the training path.
+    """
+
+    mask: Tensor
+    slope: Tensor
+    logprobs: Tensor
+    head_norms: Tensor | None
+    log_ratios: Tensor
+    token_ids: Tensor
+    advantages: Tensor
+    nonfinite: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def window_tokens(self) -> int:
+        """Loss tokens of the step over all micro-batches and ranks."""
+        return int(self.mask.sum())
+
+    def addresses(self, tokens: Tensor) -> list[TokenAddress]:
+        """The addresses of the True entries of a bool tensor, in order."""
+        return [TokenAddress(*place) for place in tokens.nonzero().tolist()]
+
+    def selection(self, *addresses: TokenAddress) -> Tensor:
+        """A bool tensor that is True at these addresses only."""
+        chosen = torch.zeros_like(self.mask)
+        for address in addresses:
+            chosen[address] = True
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SubsetGradient:
+    """The gradient of some tokens' losses alone.
+
+    Attributes:
+        norm: Its L2 norm over all trainable parameters and ranks; inf or NaN when any entry is.
+        layers: Norm per layer by name.
+        gradient: The gradient itself when it was asked to be kept; opaque, only the oracle reads it.
+    """
+
+    norm: float
+    layers: Mapping[str, float] = field(default_factory=dict)
+    gradient: Any = None
+
+
+class GradientOracle(Protocol):
+    """Answers about the gradient g of the current optimizer step; every method is called by all ranks alike.
+
+    Attributes:
+        signals: What the forward passes left behind.
+        grad_norm: ||g||; inf or NaN when any entry is.
+        layer_norms: Norm of g per layer by name.
+        cost_sweeps: Work done so far, in forward+backward sweeps over the step.
+        is_base_reusable: Whether ``signals.logprobs`` were made with the arithmetic of ``shifted_logprobs``, so that
+            one may be subtracted from the other.
+    """
+
+    signals: WindowSignals
+    grad_norm: float
+    layer_norms: Mapping[str, float]
+    cost_sweeps: float
+    is_base_reusable: bool
+
+    def shifted_logprobs(self, shift: float, sequences: Tensor | None = None) -> Tensor:
+        """Log-probs at theta + shift * g/||g||, without a backward; theta is restored bit for bit.
+
+        Args:
+            shift: Signed distance along the unit gradient; 0 for a plain forward.
+            sequences: (micro_batch, rank, sequence) bool, the sequences wanted; None for all.
+
+        Returns:
+            Float32, the shape of the signals; ``signals.logprobs`` where a sequence was not run.
+        """
+        ...
+
+    def subset_gradient(self, tokens: Tensor, *, is_kept: bool = False) -> SubsetGradient:
+        """One masked backward: the gradient of the losses of these tokens, bool in the shape of the signals."""
+        ...
+
+    def difference(self, parent: SubsetGradient, part: SubsetGradient) -> SubsetGradient:
+        """``parent - part`` of two kept gradients, without a backward."""
+        ...
+
+    def deduct(self) -> float:
+        """Take the gradient of the last ``subset_gradient`` away from what remains of g.
+
+        Returns:
+            The norm of what remains of g after everything deducted so far.
+        """
+        ...
+
+    def rebuild_without(self, tokens: Tensor) -> float:
+        """Compute g anew from all tokens of the step but these: the only way when g itself is not finite.
+
+        Returns:
+            The norm of the new gradient, which replaces what remains of g.
+        """
+        ...
+
+    def first_nonfinite_layer(self, address: TokenAddress) -> str | None:
+        """The layer whose forward output is the first with a non-finite value in this token's sequence, or None."""
+        ...
+
+    def nonfinite_gradients(self) -> tuple[str, ...]:
+        """Names of the parameters whose entry in g is not finite."""
+        ...

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_rlstab.gradloc.ladder import LadderSettings, localized
+
+SHAPE = (4, 1, 4, 16)
+# Tokens have gradients of about 0.01 and the step of 256 of them about 0.16: a spike is five times that.
+THRESHOLD = 0.8
+TAU = 0.8 * 16
+USUAL = {"layers.0": 0.25, "layers.1": 0.25, "layers.2": 0.25, "head": 0.25}
+
+
+def find(oracle, **settings):
+    return localized(
+        oracle, threshold=THRESHOLD, tau_token=TAU, settings=LadderSettings(**settings), usual_layers=USUAL
+    )
+
+
+def named(finding) -> set[tuple[int, ...]]:
+    return {tuple(culprit.address) for culprit in finding.culprits}
+
+
+def ratios_at(*addresses: tuple[int, int, int, int], log_ratio: float = 4.0) -> torch.Tensor:
+    ratios = torch.zeros(SHAPE)
+    for address in addresses:
+        ratios[address] = log_ratio
+    return ratios
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (3, 0, 3, 15), (1, 0, 2, 7)])
+def test_one_token_is_named_with_its_share_norm_ratio_and_layers(oracle_of, place) -> None:
+    finding = find(oracle_of({place: 10.0}, log_ratios=ratios_at(place)))
+    assert finding.verdict == "tokens"
+    assert finding.tier == 1
+    assert finding.completeness == pytest.approx(1, abs=1e-3)
+    (culprit,) = finding.culprits
+    assert tuple(culprit.address) == place
+    assert culprit.share == pytest.approx(1, abs=0.05)
+    assert culprit.grad_norm == pytest.approx(10.0, rel=1e-4)
+    assert culprit.importance_ratio == pytest.approx(math.exp(4.0))
+    assert culprit.cause == "token_mismatch"
+    assert sum(share for _, share in culprit.layers) == pytest.approx(1.0)
+    assert finding.is_removal_enough
+
+
+def test_all_culprits_in_all_micro_batches_and_ranks_are_named_not_only_the_largest(oracle_of) -> None:
+    culprits = {(0, 0, 0, 0): 30.0, (1, 2, 1, 5): 3.0, (1, 3, 0, 6): 2.5, (3, 1, 1, 7): 9.0, (2, 2, 0, 3): 2.0}
+    finding = find(oracle_of(culprits, shape=(4, 4, 2, 8)))
+    assert named(finding) == set(culprits)
+    assert finding.culprits[0].address == (0, 0, 0, 0)
+    assert finding.is_removal_enough
+    assert finding.cost_sweeps < 2.0
+
+
+def test_a_culprit_dwarfed_by_another_that_pulls_against_it_is_still_named(oracle_of) -> None:
+    oracle = oracle_of({(0, 0, 0, 0): 40.0, (2, 0, 1, 3): 2.0})
+    # Lean the small one a little against the large one, so that its share of the spike is about zero.
+    large, small = oracle.gradients[0, 0, 0, 0], oracle.gradients[2, 0, 1, 3]
+    small = small - (small @ large) / (large @ large) * large
+    oracle.gradients[2, 0, 1, 3] = 2.0 * small / small.norm() - 0.05 * large / large.norm() * 2
+    rebuilt = type(oracle)(oracle.gradients)
+    finding = find(rebuilt)
+    assert named(finding) == {(0, 0, 0, 0), (2, 0, 1, 3)}
+
+
+def test_nobody_is_named_when_no_token_dominates(oracle_of) -> None:
+    finding = find(oracle_of(size=0.5))
+    assert finding.verdict == "diffuse"
+    assert finding.culprits == ()
+    assert finding.effective_tokens > 50
+    assert not finding.is_removal_enough
+
+
+def test_a_mismatch_of_every_token_is_systematic_and_nobodys_fault(oracle_of) -> None:
+    finding = find(oracle_of(size=0.5, log_ratios=torch.full(SHAPE, 0.7)))
+    assert finding.verdict == "systematic"
+    assert finding.culprits == ()
+
+
+def test_one_bad_token_amid_a_systematic_mismatch_is_still_named(oracle_of) -> None:
+    ratios = torch.full(SHAPE, 0.3)
+    ratios[1, 0, 1, 1] = 4.0
+    finding = find(oracle_of({(1, 0, 1, 1): 9.0}, log_ratios=ratios))
+    assert finding.verdict == "tokens"
+    assert named(finding) == {(1, 0, 1, 1)}
+
+
+def test_a_sequence_that_is_off_as_a_whole_is_taken_as_a_whole(oracle_of) -> None:
+    ratios = torch.zeros(SHAPE)
+    ratios[2, 0, 1] = -2.0
+    oracle = oracle_of({(2, 0, 1, token): 1.0 for token in range(16)}, log_ratios=ratios)
+    finding = find(oracle)
+    assert finding.verdict == "sequence"
+    assert {culprit.address[:3] for culprit in finding.culprits} == {(2, 0, 1)}
+    assert {culprit.cause for culprit in finding.culprits} == {"sequence_mismatch"}
+    assert finding.backward_probes == 1
+    assert finding.is_removal_enough
+
+
+def test_one_bad_token_does_not_make_its_sequence_look_off(oracle_of) -> None:
+    finding = find(oracle_of({(2, 0, 1, 3): 9.0}, log_ratios=ratios_at((2, 0, 1, 3), log_ratio=8.0)))
+    assert finding.verdict == "tokens"
+
+
+def exploded_layer(oracle, factor: float = 100.0):
+    gradients = oracle.gradients.clone()
+    gradients[..., 16:32] *= factor
+    return type(oracle)(gradients)
+
+
+def test_a_layer_that_explodes_on_every_token_is_the_verdict(oracle_of) -> None:
+    finding = find(exploded_layer(oracle_of()))
+    assert finding.verdict == "layer"
+    assert finding.layers[0][0] == "layers.1"
+    assert finding.layers[0][1] > 0.9
+
+
+def test_a_token_whose_ratio_is_fine_and_whose_gradient_sits_in_one_layer_blames_the_layer(oracle_of) -> None:
+    oracle = oracle_of({(1, 0, 0, 2): 1.0})
+    gradients = oracle.gradients.clone()
+    gradients[1, 0, 0, 2, 16:32] *= 50
+    finding = find(type(oracle)(gradients))
+    assert finding.verdict == "layer"
+    assert [culprit.cause for culprit in finding.culprits] == ["layer"]
+
+
+def test_when_the_probe_fails_its_check_head_norms_and_masked_backwards_name_the_token(oracle_of) -> None:
+    place = (1, 0, 2, 7)
+    finding = find(oracle_of({place: 10.0}, noise=0.3, is_base_reusable=False))
+    assert abs(finding.completeness - 1) > 0.05
+    assert finding.tier == 2
+    assert named(finding) == {place}
+    assert "not trusted" in finding.notes[0]
+    assert finding.culprits[0].share is None
+
+
+def test_without_head_norms_a_failed_check_ends_in_the_reference_search(oracle_of) -> None:
+    place = (1, 0, 2, 7)
+    finding = find(oracle_of({place: 10.0}, noise=0.3, is_base_reusable=False, has_head_norms=False))
+    assert finding.tier == 3
+    assert named(finding) == {place}
+    assert finding.culprits[0].grad_norm == pytest.approx(10.0, rel=1e-4)
+    assert finding.is_removal_enough
+
+
+def test_directional_search_never_bisects(oracle_of) -> None:
+    oracle = oracle_of({(1, 0, 2, 7): 10.0}, noise=0.3, is_base_reusable=False, has_head_norms=False)
+    finding = find(oracle, search="directional")
+    assert finding.tier == 2
+    assert finding.culprits == ()
+
+
+def test_the_reference_search_alone_answers_without_shares(oracle_of) -> None:
+    finding = find(oracle_of({(1, 0, 2, 7): 10.0}), search="bisect")
+    assert finding.tier == 3
+    assert finding.completeness is None
+    assert named(finding) == {(1, 0, 2, 7)}
+    assert finding.is_removal_enough
+
+
+def test_an_exhausted_budget_is_said_in_words(oracle_of) -> None:
+    finding = find(oracle_of({(1, 0, 2, 7): 10.0}), search="bisect", probe_budget=5)
+    assert finding.is_budget_exhausted
+    assert finding.culprits == ()
+    assert "budget" in finding.notes[0]
+
+
+def test_opposite_neighbours_that_cancel_leave_no_spike_and_nobody_named_by_the_search(oracle_of) -> None:
+    oracle = oracle_of({(1, 0, 1, 6): 10.0}, size=0.02)
+    gradients = oracle.gradients.clone()
+    gradients[1, 0, 1, 7] = -gradients[1, 0, 1, 6]
+    oracle = type(oracle)(gradients)
+    assert oracle.grad_norm < THRESHOLD
+    assert find(oracle, search="bisect").culprits == ()
+
+
+def test_what_remains_is_the_gradient_without_the_culprits(oracle_of) -> None:
+    culprits = {(0, 0, 0, 0): 30.0, (1, 0, 1, 5): 3.0}
+    oracle = oracle_of(culprits)
+    finding = find(oracle)
+    clean = oracle.gradients.clone()
+    for address in culprits:
+        clean[address] = 0
+    torch.testing.assert_close(oracle.remaining, clean.flatten(0, 3).sum(0), atol=1e-5, rtol=0)
+    assert finding.remaining_norm == pytest.approx(float(oracle.remaining.norm()))
+
+
+@pytest.mark.parametrize("place", ["reward", "behavior_logprob", "ratio", "loss"])
+def test_a_flag_of_the_forward_names_the_token_of_a_non_finite_gradient_at_once(oracle_of, place: str) -> None:
+    flags = torch.zeros(SHAPE, dtype=torch.bool)
+    flags[2, 0, 1, 4] = True
+    oracle = oracle_of(nonfinite={place: flags})
+    oracle.whole[:] = math.nan
+    finding = find(oracle)
+    assert finding.verdict == "numeric"
+    assert finding.tier == 0
+    assert named(finding) == {(2, 0, 1, 4)}
+    assert finding.culprits[0].cause == f"non-finite: {place}"
+    assert finding.is_removal_enough
+
+
+def test_a_non_finite_hidden_state_is_followed_to_its_layer_and_its_first_token(oracle_of) -> None:
+    flags = torch.zeros(SHAPE, dtype=torch.bool)
+    flags[2, 0, 1, 4:] = True
+    oracle = oracle_of(nonfinite={"hidden_state": flags, "logprob": flags})
+    oracle.whole[:] = math.nan
+    finding = find(oracle)
+    assert named(finding) == {(2, 0, 1, 4)}
+    assert finding.culprits[0].cause == "non-finite: hidden_state of layers.1"
+
+
+def test_a_gradient_that_is_non_finite_only_in_the_backward_is_bisected(oracle_of) -> None:
+    oracle = oracle_of()
+    oracle.gradients[3, 0, 2, 1, 0] = math.inf
+    finding = find(type(oracle)(oracle.gradients))
+    assert finding.tier == 3
+    assert named(finding) == {(3, 0, 2, 1)}
+    assert finding.culprits[0].cause == "non-finite: backward"
+    assert finding.is_removal_enough
+
+
+def test_a_non_finite_value_from_outside_the_loss_names_the_parameters_and_no_token(oracle_of) -> None:
+    outside = torch.zeros(64)
+    outside[20] = math.nan
+    finding = find(oracle_of(outside=outside))
+    assert finding.verdict == "numeric"
+    assert finding.culprits == ()
+    assert "layers.1" in finding.notes[0]
+    assert math.isfinite(finding.remaining_norm)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("search", "bisec"),
+        ("top_k", 0),
+        ("top_k", True),
+        ("probe_budget", 1.5),
+        ("completeness_tolerance", math.nan),
+        ("culprit_frac", 0),
+        ("culprit_frac", "0.25"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        LadderSettings(**{field: value})
