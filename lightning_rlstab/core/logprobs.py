@@ -42,6 +42,145 @@ def _rows_per_chunk(flat: Tensor, working_dtype: torch.dtype) -> int:
     return max(1, budget // (max(1, flat.shape[1]) * working_dtype.itemsize))
 
 
+class _Rows(NamedTuple):
+    """Statistics of (rows, vocab) logits, (rows,) each, and the two numbers from which p is rebuilt."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    sum_squared_probs: Tensor
+    shift: Tensor
+    log_total: Tensor
+
+
+def row_statistics(flat: Tensor, tokens: Tensor, temperature: float) -> _Rows:
+    """Statistics of every row of ``flat`` (rows, vocab), in chunks that fit a core's cache; no gradient.
+
+    Args:
+        flat: (rows, vocab) logits before the temperature.
+        tokens: (rows,) ids.
+        temperature: Above 0.
+
+    Returns:
+        Tensors of shape (rows,), float32 (float64 for float64 logits).
+    """
+    working = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    rows, vocab = flat.shape
+    logprobs, entropy, sum_squared_probs, shift, log_total = flat.new_empty((5, rows), dtype=working).unbind(0)
+    step = _rows_per_chunk(flat, working)
+    scaled = flat.new_empty((min(step, rows), vocab), dtype=working)
+    weights = torch.empty_like(scaled)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        raw = flat[part]
+        z, e = scaled[: raw.shape[0]], weights[: raw.shape[0]]
+        highest = raw.amax(-1, keepdim=True).to(working)
+        torch.sub(raw, highest, out=z)
+        if temperature != 1.0:
+            z.div_(temperature)
+        chosen = z.gather(1, tokens[part].unsqueeze(1)).squeeze(1)
+        z.clamp_(min=_LOWEST_EXPONENT)
+        torch.exp(z, out=e)
+        total = e.sum(-1)
+        # Row-wise dot products through bmm need no temporary of the chunk's size.
+        column = e.unsqueeze(2)
+        mean_z = torch.bmm(z.unsqueeze(1), column).flatten() / total
+        log_s = total.log()
+        logprobs[part] = chosen - log_s
+        entropy[part] = log_s - mean_z
+        sum_squared_probs[part] = torch.bmm(e.unsqueeze(1), column).flatten() / (total * total)
+        shift[part] = highest.squeeze(1)
+        log_total[part] = log_s
+    entropy.clamp_(min=0.0)
+    return _Rows(logprobs, entropy, sum_squared_probs, shift, log_total)
+
+
+def row_gradients(
+    flat: Tensor,
+    tokens: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    pulls: tuple[Tensor, Tensor | None],
+    *,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """Gradient of ``flat`` (rows, vocab) for given gradients of log-probability and entropy, written into ``out``.
+
+    Args:
+        flat: (rows, vocab) logits before the temperature.
+        tokens: (rows,) ids.
+        rows: ``shift``, ``log_total`` and ``entropy`` of these rows.
+        pulls: (rows,) gradients of the log-probabilities and, or None, of the entropies.
+        temperature: Above 0.
+        out: (rows, vocab) of the dtype of ``flat``; may be ``flat`` itself when it is not needed any more.
+
+    Returns:
+        ``out``. A row without any upstream gradient gets exactly 0 even when its logits are NaN.
+    """
+    shift, log_total, entropy = rows
+    token_pull = pulls[0] / temperature
+    is_closed = token_pull == 0
+    entropy_pull = None if pulls[1] is None else pulls[1] / temperature
+    if entropy_pull is not None:
+        is_closed &= entropy_pull == 0
+    step = _rows_per_chunk(flat, shift.dtype)
+    needs_cast = flat.dtype != shift.dtype
+    for start in range(0, flat.shape[0], step):
+        part = slice(start, min(start + step, flat.shape[0]))
+        raw, pull = flat[part], token_pull[part].unsqueeze(1)
+        work = torch.empty_like(raw, dtype=shift.dtype) if needs_cast else out[part]
+        torch.sub(raw, shift[part].unsqueeze(1), out=work)
+        if temperature != 1.0:
+            work.div_(temperature)
+        work.sub_(log_total[part].unsqueeze(1))
+        if entropy_pull is None:
+            work.exp_().mul_(-pull)
+        else:
+            # d/dx of g_l * logprob + g_h * entropy = p * -(g_l + g_h (log p + H)) + onehot * g_l
+            tilt = work.clamp(min=_LOWEST_EXPONENT).add_(entropy[part].unsqueeze(1))
+            tilt.mul_(-entropy_pull[part].unsqueeze(1)).sub_(pull)
+            work.exp_().mul_(tilt)
+        work.scatter_add_(1, tokens[part].unsqueeze(1), pull)
+        work.masked_fill_(is_closed[part].unsqueeze(1), 0.0)
+        if needs_cast:
+            out[part] = work
+    return out
+
+
+def statistics_outputs(ctx: Any, rows: _Rows, *, has_entropy_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of an autograd function over ``rows``, marked with what carries gradient.
+
+    Args:
+        ctx: The function's context.
+        rows: From :func:`row_statistics`.
+        has_entropy_gradient: Whether the entropy is differentiable.
+    """
+    ctx.has_entropy_gradient = has_entropy_gradient
+    ctx.set_materialize_grads(False)
+    if has_entropy_gradient:
+        ctx.mark_non_differentiable(rows.sum_squared_probs)
+    else:
+        ctx.mark_non_differentiable(rows.entropy, rows.sum_squared_probs)
+    return rows.logprobs, rows.entropy, rows.sum_squared_probs
+
+
+def upstream_pulls(
+    ctx: Any, shift: Tensor, logprobs_grad: Tensor | None, entropy_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Upstream gradients as :func:`row_gradients` takes them, or None when there are none.
+
+    Args:
+        ctx: The function's context.
+        shift: (rows,), for the shape of a missing gradient.
+        logprobs_grad: (rows,) or None.
+        entropy_grad: (rows,) or None.
+    """
+    if not ctx.has_entropy_gradient:
+        entropy_grad = None
+    if logprobs_grad is None and entropy_grad is None:
+        return None
+    return (torch.zeros_like(shift) if logprobs_grad is None else logprobs_grad), entropy_grad
+
+
 class _TokenStatistics(torch.autograd.Function):
     """Forward keeps the logits and two numbers per row; backward rebuilds the probabilities chunk by chunk.
 
@@ -52,84 +191,22 @@ class _TokenStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, flat: Tensor, tokens: Tensor, temperature: float, has_entropy_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        working = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        rows, vocab = flat.shape
-        logprobs, entropy, sum_squared_probs, shift, log_total = flat.new_empty((5, rows), dtype=working).unbind(0)
-        step = _rows_per_chunk(flat, working)
-        scaled = flat.new_empty((min(step, rows), vocab), dtype=working)
-        weights = torch.empty_like(scaled)
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            raw = flat[part]
-            z, e = scaled[: raw.shape[0]], weights[: raw.shape[0]]
-            highest = raw.amax(-1, keepdim=True).to(working)
-            torch.sub(raw, highest, out=z)
-            if temperature != 1.0:
-                z.div_(temperature)
-            chosen = z.gather(1, tokens[part].unsqueeze(1)).squeeze(1)
-            z.clamp_(min=_LOWEST_EXPONENT)
-            torch.exp(z, out=e)
-            total = e.sum(-1)
-            # Row-wise dot products through bmm need no temporary of the chunk's size.
-            column = e.unsqueeze(2)
-            mean_z = torch.bmm(z.unsqueeze(1), column).flatten() / total
-            log_s = total.log()
-            logprobs[part] = chosen - log_s
-            entropy[part] = log_s - mean_z
-            sum_squared_probs[part] = torch.bmm(e.unsqueeze(1), column).flatten() / (total * total)
-            shift[part] = highest.squeeze(1)
-            log_total[part] = log_s
-        entropy.clamp_(min=0.0)
-        ctx.save_for_backward(flat, tokens, shift, log_total, entropy)
+        rows = row_statistics(flat, tokens, temperature)
+        ctx.save_for_backward(flat, tokens, rows.shift, rows.log_total, rows.entropy)
         ctx.temperature = temperature
-        ctx.has_entropy_gradient = has_entropy_gradient
-        ctx.set_materialize_grads(False)
-        if has_entropy_gradient:
-            ctx.mark_non_differentiable(sum_squared_probs)
-        else:
-            ctx.mark_non_differentiable(entropy, sum_squared_probs)
-        return logprobs, entropy, sum_squared_probs
+        return statistics_outputs(ctx, rows, has_entropy_gradient=has_entropy_gradient)
 
     @staticmethod
     @once_differentiable
-    def backward(
+    def backward(  # type: ignore[override]
         ctx: Any, logprobs_grad: Tensor | None, entropy_grad: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        flat, tokens, shift, log_total, entropy = ctx.saved_tensors
-        if not ctx.has_entropy_gradient:
-            entropy_grad = None
-        if logprobs_grad is None and entropy_grad is None:
+        flat, tokens, *rows = ctx.saved_tensors
+        pulls = upstream_pulls(ctx, rows[0], logprobs_grad, entropy_grad)
+        if pulls is None:
             return None, None, None, None
-        temperature: float = ctx.temperature
-        rows = flat.shape[0]
-        token_pull = torch.zeros_like(shift) if logprobs_grad is None else logprobs_grad / temperature
-        # A row without any upstream gradient is a closed row: its logits may be NaN and must give exactly 0.
-        is_closed = token_pull == 0
-        if entropy_grad is not None:
-            entropy_pull = entropy_grad / temperature
-            is_closed &= entropy_pull == 0
         gradient = torch.empty_like(flat)
-        step = _rows_per_chunk(flat, shift.dtype)
-        needs_cast = flat.dtype != shift.dtype
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            raw, pull = flat[part], token_pull[part].unsqueeze(1)
-            out = torch.empty_like(raw, dtype=shift.dtype) if needs_cast else gradient[part]
-            torch.sub(raw, shift[part].unsqueeze(1), out=out)
-            if temperature != 1.0:
-                out.div_(temperature)
-            out.sub_(log_total[part].unsqueeze(1))
-            if entropy_grad is None:
-                out.exp_().mul_(-pull)
-            else:
-                # d/dx of g_l * logprob + g_h * entropy = p * -(g_l + g_h (log p + H)) + onehot * g_l
-                tilt = out.clamp(min=_LOWEST_EXPONENT).add_(entropy[part].unsqueeze(1))
-                tilt.mul_(-entropy_pull[part].unsqueeze(1)).sub_(pull)
-                out.exp_().mul_(tilt)
-            out.scatter_add_(1, tokens[part].unsqueeze(1), pull)
-            out.masked_fill_(is_closed[part].unsqueeze(1), 0.0)
-            if needs_cast:
-                gradient[part] = out
+        row_gradients(flat, tokens, tuple(rows), pulls, temperature=ctx.temperature, out=gradient)
         return gradient, None, None, None
 
 
