@@ -297,7 +297,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _shared_prefill(policy: Any, model: Any, prompt_ids: Tensor, prompt_mask: Tensor) -> dict[str, Any]:
-    """Keywords for ``generate`` with the cache of the prompts but for their last token; empty if it cannot be shared."""
+    """Keywords for ``generate`` with the prompts' cache, all but the last token; empty if it cannot be shared."""
     from transformers import DynamicCache
 
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Reward calls with a time limit, in a process of their own: a hanging verifier must not look like a hanging network."""
+"""Reward calls with a time limit, in a process of their own: a hanging verifier is no hanging network."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class TimedCalls:
     def _warn_of(self, row: int, kwargs: dict[str, Any]) -> None:
         text = repr(kwargs["completions"][row])
         _log.warning(
-            "reward function %r did not return within %g s on row %d, which is left out; prompt %.200r; completion %.500s",
+            "reward function %r did not return within %g s on row %d, left out; prompt %.200r; completion %.500s",
             self.name,
             self.time_limit_seconds,
             row,
