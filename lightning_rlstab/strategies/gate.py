@@ -1,0 +1,323 @@
+"""The step gate: guards look at the complete gradient and vote, all ranks take one verdict, a skip is a true skip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rlstab.control.protocols import GradientNorms, MicroBatchGuard, PolicyModule, Verdict, Vote
+from lightning_rlstab.core.checks import choice, flag
+from lightning_rlstab.strategies import voting
+from lightning_rlstab.strategies.checkpoint import KEY, generator_states, restore_generators, states_of_rank
+from lightning_rlstab.strategies.clipping import clip_by_norm, clip_by_value, scale_gradients
+from lightning_rlstab.strategies.collectives import Collectives
+from lightning_rlstab.strategies.norms import gradient_norms, pending_norms
+from lightning_rlstab.strategies.parameters import local, named_trainable_parameters
+from lightning_rlstab.strategies.probe import ProbeMixin
+from lightning_rlstab.strategies.scaler import gradient_scaler, inverse_scale, withhold_scaler_step
+from lightning_rlstab.strategies.schedule import hold_schedule_on_skip, release_schedule
+from lightning_rlstab.strategies.staging import MicroBatchStaging, Survivors
+from lightning_rlstab.strategies.verdict import RunStopped, StepWithheld, checked_vote, merged_verdict
+
+__all__ = ["StepGateMixin"]
+
+
+class StepGateMixin(ProbeMixin):
+    """Turns a Lightning strategy into one whose optimizer steps pass a gate; put it before the strategy in the bases.
+
+    The order within one optimizer step: the last micro-batch's backward, every callback's ``on_before_optimizer_step``
+    (guards call :meth:`gradient_norms` and :meth:`vote`), one verdict, then either the module's own
+    ``on_before_optimizer_step``, clipping and the update, or nothing at all.
+
+    What a skip leaves alone: weights, optimizer state, weight decay, step-wise learning-rate schedules, the gradient
+    scaler (which backs off only after an overflow). What still advances is Lightning's ``trainer.global_step``, which
+    counts attempts; ``applied_steps`` counts updates.
+
+    Args:
+        skip_non_finite: Whether a gradient with inf or NaN anywhere, on any rank, is skipped without any guard's vote.
+        survivors: What becomes of the other micro-batches when guards drop some of a window: ``"keep"`` takes their sum
+            as it is, ``"rescale"`` multiplies it by window / survivors.
+
+    Attributes:
+        applied_steps: Optimizer steps that updated the weights, since the start of the run; saved and restored.
+        skipped_steps: Optimizer steps that were skipped; saved and restored.
+    """
+
+    def __init__(self, *args: Any, skip_non_finite: bool = True, survivors: Survivors = "keep", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.skip_non_finite = flag("skip_non_finite", skip_non_finite)
+        choice("survivors", survivors, ("keep", "rescale"))
+        self.applied_steps = 0
+        self.skipped_steps = 0
+        self._staging = MicroBatchStaging(survivors)
+        self._votes: list[Vote] = []
+        self._last_verdict: Verdict | None = None
+        self._is_stepping = False
+        self._is_voting = False
+        self._measured: tuple[object, GradientNorms] | None = None
+        self._named: dict[str, nn.Parameter] = {}
+        self._stashed = []
+        self._saved_generators: Mapping[str, Any] | None = None
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set the strategy up and, for a fit, the gate: names of parameters, schedules, the voting callback."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.lightning_module is not None
+        self._named = named_trainable_parameters(self.lightning_module, self.optimizers)
+        self._staging.is_open = False
+        voting.attach(trainer, self)
+        hold_schedule_on_skip(self, self.lightning_module)
+
+    def setup_precision_plugin(self) -> None:
+        """Attach the precision plugin and clip through it: with the norm already measured, on shards as well."""
+        super().setup_precision_plugin()
+        # Lightning clips in the plugin. Its own norm overflows from 1e19 on (and then zeroes everything), costs a
+        # second pass, and cannot stack shards of different meshes.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        """Leave the Trainer and the module as they were found."""
+        if self.lightning_module is not None:
+            release_schedule(self.lightning_module)
+            if self.lightning_module._trainer is not None:
+                voting.detach(self.lightning_module.trainer)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        super().teardown()
+
+    @property
+    def collectives(self) -> Collectives:
+        """Reductions and gathers over all processes of the run."""
+        return Collectives(world_size=getattr(self, "world_size", 1), device=self.root_device)
+
+    def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Qualified name to parameter (sharded where the strategy shards), in the optimizer's order."""
+        known = {id(parameter) for parameter in self._named.values()}
+        listed = [p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+        if len(listed) != len(known) or any(id(parameter) not in known for parameter in listed):
+            assert self.lightning_module is not None
+            self._named = named_trainable_parameters(self.lightning_module, self.optimizers)
+        return self._named
+
+    # -- the gate ----------------------------------------------------------------------------------------------------
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        """The verdict of the optimizer step that ended last; None before the first."""
+        return self._last_verdict
+
+    @property
+    def dropped_micro_batches(self) -> tuple[int, ...]:
+        """Indices in the current (or last) window whose contribution a guard dropped."""
+        return tuple(self._staging.dropped)
+
+    def vote(self, vote: Vote) -> None:
+        """Record a vote; only inside a callback's ``on_before_optimizer_step``.
+
+        Raises:
+            ValueError: If the action or the scale makes no sense.
+            RuntimeError: If no optimizer step is waiting for votes.
+        """
+        if not self._is_voting:
+            raise RuntimeError(
+                f"`vote` must be called inside a callback's `on_before_optimizer_step`, got a vote of {vote.source!r} "
+                "outside of it. Keep the finding and vote at the next optimizer step."
+            )
+        self._votes.append(checked_vote(vote))
+
+    def gradient_norms(self) -> GradientNorms:
+        """Norms of the window's complete, reduced gradient as it stands; collective where gradients are sharded.
+
+        One pass, one reduction and one wait for the device; repeated calls are free until a gradient changes.
+        """
+        parameters = self.trainable_parameters()
+        state = _versions(parameters)
+        if self._measured is None or self._measured[0] != state:
+            self._measured = (state, gradient_norms(parameters, self.collectives))
+        return self._measured[1]
+
+    def decide(self) -> None:
+        """Merge all votes of all ranks; called once per optimizer step, on every rank, after the last callback.
+
+        Raises:
+            StepWithheld: On all ranks, when the step is skipped or the run stops; the strategy catches it.
+        """
+        if self.skip_non_finite and not self.gradient_norms().is_finite:
+            self._votes.append(Vote(source="strategy", action="skip", reason="the gradient is not finite"))
+        if self._staging.is_all_dropped:
+            self._votes.append(Vote(source="strategy", action="skip", reason="every micro-batch was dropped"))
+        self._is_voting = False
+        votes, self._votes = self._votes, []
+        verdict = merged_verdict(votes, self.collectives, fingerprint=self._staging.fingerprint)
+        self._last_verdict = verdict
+        if verdict.action != "apply":
+            raise StepWithheld(verdict)
+        scale_gradients(self.trainable_parameters().values(), verdict.scale)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One optimizer step: the closure, the votes, and the update unless the verdict withholds it.
+
+        Raises:
+            RunStopped: On all ranks with the same words, after saving a checkpoint, when a guard voted to stop.
+        """
+        self._is_stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except StepWithheld as withheld:
+            self._withhold(optimizer, withheld.verdict)
+            return None
+        finally:
+            self._is_stepping = self._is_voting = self._staging.is_open = False
+            self._measured = None
+            self._votes.clear()
+        self.applied_steps += 1
+        if self._staging.has_non_finite_dropped:
+            withhold_scaler_step(gradient_scaler(self.precision_plugin), is_overflow=True)
+        return output
+
+    def _withhold(self, optimizer: Optimizer, verdict: Verdict) -> None:
+        scaler = gradient_scaler(self.precision_plugin)
+        if scaler is not None:
+            is_overflow = self._staging.has_non_finite_dropped or not self.gradient_norms().is_finite
+            withhold_scaler_step(scaler, is_overflow=is_overflow)
+        # Zeros are not a skip: AdamW would still decay the weights and move along its momentum.
+        optimizer.zero_grad(set_to_none=True)
+        self.skipped_steps += 1
+        if verdict.action == "stop":
+            raise RunStopped(verdict, self._save_stop())
+
+    def _save_stop(self) -> str:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = Path(folder) / f"stopped-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        return str(path)
+
+    # -- staging -----------------------------------------------------------------------------------------------------
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch; staged when a callback asked for it at the start of the window.
+
+        While staged, ``.grad`` holds this micro-batch's own gradient in ``on_after_backward``, and guards hear about a
+        micro-batch when the next one is about to run backward, the last one before ``on_before_optimizer_step``.
+        """
+        staging, parameters = self._staging, self.trainable_parameters()
+        self.open_window()
+        if staging.is_on:
+            staging.before_backward(parameters, self._is_kept)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if staging.is_on:
+            unscale = inverse_scale(gradient_scaler(self.precision_plugin), self.root_device)
+            staging.after_backward(pending_norms(parameters, self.collectives, unscale=unscale))
+        if self._is_stepping:
+            self._close_window(parameters)
+        return loss
+
+    def open_window(self) -> None:
+        """At a window's first micro-batch, ask the callbacks whether to stage it; later calls do nothing."""
+        if not self._staging.is_open:
+            self._staging.open_window(is_on=self._is_staging_needed())
+
+    def _close_window(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        staging = self._staging
+        if staging.is_on:
+            staging.close_window(parameters, self._is_kept)
+        if staging.micro_batches == 1 and not staging.dropped and staging.newest is not None:
+            self._measured = (_versions(parameters), staging.newest)
+        self._is_voting = True
+
+    def _is_staging_needed(self) -> bool:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        guards = [c for c in trainer.callbacks if isinstance(c, MicroBatchGuard)]  # type: ignore[attr-defined]
+        return any(guard.is_staging_needed(trainer) for guard in guards)
+
+    def _is_kept(self, micro_batch: int, norms: GradientNorms) -> bool:
+        assert self.lightning_module is not None
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        guards = [c for c in trainer.callbacks if isinstance(c, MicroBatchGuard)]  # type: ignore[attr-defined]
+        # Every guard hears about every micro-batch, whatever the others decided: their averages must not depend on it.
+        opinions = [guard.on_micro_batch_gradient(trainer, module, norms) for guard in guards]
+        is_kept = all(opinions)
+        if not is_kept and isinstance(module, PolicyModule):
+            for entry in module.window:
+                entry.is_dropped |= entry.micro_batch == micro_batch
+        return is_kept
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save with the gate's counters and the generator states of every rank; called on all ranks."""
+        checkpoint[KEY] = {
+            "applied_steps": self.applied_steps,
+            "skipped_steps": self.skipped_steps,
+            "generators": self.collectives.gathered_objects(generator_states(self.captured_rng())),
+        }
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, and for a fit take over the gate's counters and this rank's generator states."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        record = checkpoint.get(KEY)
+        assert self.lightning_module is not None
+        if record is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self.applied_steps, self.skipped_steps = record["applied_steps"], record["skipped_steps"]
+            collectives = self.collectives
+            rank = getattr(self, "global_rank", 0)
+            self._saved_generators = states_of_rank(record["generators"], rank, collectives.world_size)
+        return checkpoint
+
+    def on_train_start(self) -> None:
+        """Continue the generators' streams of a run that was saved between two epochs."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.completed == 0:
+            self._restore_generators()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Continue the streams of a run saved within an epoch: making the data iterator anew has drawn from them."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._restore_generators()
+
+    def _restore_generators(self) -> None:
+        saved, self._saved_generators = self._saved_generators, None
+        if saved is not None:
+            self._set_rng(saved["torch"])
+            restore_generators(saved)
+
+    # -- clipping ----------------------------------------------------------------------------------------------------
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_norm(self.trainable_parameters().values(), float(clip_val), total=self.gradient_norms().total)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self.trainable_parameters().values(), float(clip_val))
+
+
+def _versions(parameters: Mapping[str, nn.Parameter]) -> tuple[object, ...]:
+    return tuple(_version(parameter.grad) for parameter in parameters.values())
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int, int] | None:
+    """Changes whenever the gradient is replaced or written to, as a whole or through its local piece."""
+    if gradient is None:
+        return None
+    return id(gradient), gradient._version, local(gradient)._version
