@@ -73,7 +73,7 @@ def robust_advantages(
 
 def _median_and_mad(values: Tensor, is_usable: Tensor, group_ids: Tensor, *, is_lower: bool) -> tuple[Tensor, Tensor]:
     """(N,) distance of each value from its group's median, and the group's MAD, both over usable rows; 0 elsewhere."""
-    _, group = group_ids.unique(return_inverse=True)
+    _, group = torch.unique(group_ids, return_inverse=True)
     centred = torch.where(is_usable, values, 0.0) - _group_median(values, is_usable, group, is_lower=is_lower)[group]
     mad = _group_median(centred.abs(), is_usable, group, is_lower=is_lower)[group]
     return torch.where(is_usable, centred, 0.0), mad
