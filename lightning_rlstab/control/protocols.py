@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_rlstab.core.policy_loss import LossInputs, LossSettings
 
 __all__ = [
+    "GenerationHost",
     "GradientNorms",
     "GradientProbe",
     "MicroBatchGuard",
@@ -151,6 +152,15 @@ class GradientProbe(Protocol):
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Qualified name to parameter (sharded where the strategy shards), in a fixed order."""
+        ...
+
+
+@runtime_checkable
+class GenerationHost(Protocol):
+    """A strategy whose weights must be brought together before the policy can generate."""
+
+    def generation_ready(self, policy: nn.Module) -> AbstractContextManager[None]:
+        """Make ``policy.generate`` free of collectives inside the block; sharded again on exit."""
         ...
 
 

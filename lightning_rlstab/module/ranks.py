@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Ranks"]
+from lightning_rlstab.control.protocols import GenerationHost
+
+__all__ = ["Ranks", "generation_ready"]
 
 
 class Ranks:
@@ -125,3 +127,13 @@ def _merge(name: str, column: Tensor) -> Tensor:
     if name.endswith("_max"):
         return column.max()
     return column.sum()
+
+
+def generation_ready(strategy: Any, policy: nn.Module) -> AbstractContextManager[None]:
+    """The strategy's context for generating, or an empty one where weights are whole anyway.
+
+    Args:
+        strategy: The Trainer's strategy.
+        policy: The policy about to generate.
+    """
+    return strategy.generation_ready(policy) if isinstance(strategy, GenerationHost) else nullcontext()

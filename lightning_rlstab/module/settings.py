@@ -34,6 +34,7 @@ class GRPOSettings:
         num_generations: Completions per prompt, G >= 2.
         num_generations_eval: Completions per held-out prompt; None for ``num_generations``.
         per_device_train_batch_size: Completions per micro-batch on one device.
+        per_device_eval_batch_size: Completions per held-out batch on one device; None for as many prompts as in training.
         steps_per_generation: Micro-batches that share one rollout; None for ``accumulate_grad_batches``.
         num_iterations: How often each rollout is trained on.
         max_completion_length: Longest completion in tokens.
@@ -110,6 +111,7 @@ class GRPOSettings:
     num_generations: int = 8
     num_generations_eval: int | None = None
     per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int | None = None
     steps_per_generation: int | None = None
     num_iterations: int = 1
     max_completion_length: int = 512
@@ -247,7 +249,8 @@ class GRPOSettings:
         """The record that the loss reads.
 
         Args:
-            steps_per_generation: Micro-batches that share one rollout, with the default resolved.
+            per_device_eval_batch_size: Completions per held-out batch on one device; None for as many prompts as in training.
+        steps_per_generation: Micro-batches that share one rollout, with the default resolved.
 
         Returns:
             The fields of :class:`LossSettings`, checked.
@@ -293,6 +296,8 @@ def settings_from_trl(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in own if hasattr(config, name)}
     values["lr_scheduler_type"] = _plain(values.get("lr_scheduler_type", "linear"))
     values["warmup_steps"] = _warmup_steps(config)
+    if str(_plain(getattr(config, "eval_strategy", "no"))) == "no":
+        values["per_device_eval_batch_size"] = None  # TRL leaves it unchecked, and mostly unset, without evaluation
     if values.get("max_grad_norm") == 0:
         values["max_grad_norm"] = None  # transformers reads 0 as "do not clip"
     return values

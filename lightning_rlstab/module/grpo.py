@@ -1,0 +1,645 @@
+"""GRPO as a LightningModule: TRL's loss and names, Lightning's Trainer, and hooks for the guards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rlstab.control.protocols import (
+    PolicyLossHook,
+    RolloutReadyHook,
+    RolloutScoredHook,
+    StepGate,
+    WindowEntry,
+)
+from lightning_rlstab.core.checks import refusal
+from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLoss, policy_loss
+from lightning_rlstab.module.completions import log_completions
+from lightning_rlstab.module.cycle import RolloutCycle
+from lightning_rlstab.module.entropy import EntropyBonus, entropy_threshold_over
+from lightning_rlstab.module.export import save_policy
+from lightning_rlstab.module.first_rollout import first_rollout_check
+from lightning_rlstab.module.forward import (
+    PolicyStatistics,
+    attention_mask_of,
+    has_dropout,
+    policy_logprobs,
+    policy_statistics,
+)
+from lightning_rlstab.module.generation import HFSampler
+from lightning_rlstab.module.optimizer import clipped_gradient_norm, default_optimizer, default_schedule
+from lightning_rlstab.module.plan import RolloutPlan
+from lightning_rlstab.module.policy import (
+    context_length,
+    disable_dropout_,
+    load_policy,
+    load_processing_class,
+    with_lora,
+)
+from lightning_rlstab.module.prompt_loaders import PromptBatch
+from lightning_rlstab.module.random_state import device_rng_state, random_state, restore_random_state, sampling_seed
+from lightning_rlstab.module.ranks import Ranks, generation_ready
+from lightning_rlstab.module.readings import StepReadings
+from lightning_rlstab.module.reference import reference_context, reference_of, sync_reference
+from lightning_rlstab.module.reward_model import reward_suite
+from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker, loss_tokens, shuffled, with_advantages
+from lightning_rlstab.module.settings import GRPOSettings, settings_from_trl
+from lightning_rlstab.module.token_signals import token_signals, without_gradient
+from lightning_rlstab.module.trl_inputs import trl_loss
+from lightning_rlstab.report.events import EventLog
+from lightning_rlstab.rollout.metrics import logged_metrics, rollout_readings
+from lightning_rlstab.rollout.records import Rollout
+from lightning_rlstab.rollout.sampler import Sampler, SamplingSettings
+
+__all__ = ["GRPOModule"]
+
+RewardFunc = str | Callable[..., Any] | nn.Module
+
+_STATE_KEY = "rlstab_grpo"
+_PROGRESS_BAR = ("reward", "kl", "entropy", "grad_norm")
+
+
+class GRPOModule(pl.LightningModule):
+    """Group-relative policy optimization of a causal language model.
+
+    Once per ``steps_per_generation * num_iterations`` micro-batches the policy continues every prompt of the batch
+    ``num_generations`` times, the reward functions score the completions, and each completion's advantage is its reward
+    against the others of its prompt; every micro-batch then takes one slice of that rollout through the clipped surrogate
+    loss. Loss, field names and defaults are TRL's.
+
+    Args:
+        model: Hugging Face id or local directory of a causal language model, or a module.
+        reward_funcs: Functions under TRL's contract, import paths ("package.module.function"), ids or directories of
+            sequence classifiers, or classifier modules.
+        processing_class: The tokenizer; None loads the one beside ``model``.
+        reward_processing_classes: Tokenizers of reward models, one per reward function; None loads the one beside each.
+        peft_config: A ``peft.PeftConfig``; trains an adapter, and the base model under it is the reference.
+        sampler: Engine that samples completions; None for Hugging Face ``generate``.
+        optimizer: Callable from parameters to an optimizer; None for AdamW with ``learning_rate`` and ``weight_decay``.
+        lr_scheduler: Callable from an optimizer to a scheduler; None for ``lr_scheduler_type``.
+        **settings: Fields of :class:`~lightning_rlstab.module.settings.GRPOSettings`, TRL's names and defaults.
+
+    Raises:
+        ValueError: If a setting is unknown or out of range, naming the field, the rule and the value.
+
+    Source:
+        GRPO (arXiv 2402.03300) as implemented by TRL 1.16; parity is tested to 1e-5.
+    """
+
+    loss_settings: LossSettings
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: RewardFunc | list[RewardFunc],
+        *,
+        processing_class: Any = None,
+        reward_processing_classes: list[Any] | None = None,
+        peft_config: Any = None,
+        sampler: Sampler | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.settings = GRPOSettings(**settings)
+        self.loss_settings = self.settings.loss_settings(steps_per_generation=self.settings.steps_per_generation or 1)
+        self.rewards = reward_suite(reward_funcs, reward_processing_classes, self.settings)
+        self.advantage_estimator: AdvantageEstimator | None = None
+        self.window: list[WindowEntry] = []
+        self.entropy_bonus = EntropyBonus(coef=self.settings.entropy_coef)
+        self.processing_class = processing_class
+        self.sampler = sampler
+        self.policy: nn.Module | None = model if isinstance(model, nn.Module) else None
+        self.reference: nn.Module | None = None
+        self._model = model
+        self._peft_config = peft_config
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self._cycle = RolloutCycle()
+        self._readings = StepReadings()
+        self._logged_by_rewards: dict[str, float] = {}
+        self._is_configured = False
+        self._resumed: Mapping[str, Any] | None = None
+        self._random_state: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_trl(cls, config: Any, *, model: str | nn.Module, reward_funcs: Any, **arguments: Any) -> GRPOModule:
+        """The module that trains as ``trl.GRPOTrainer(model, reward_funcs, config)`` would.
+
+        Args:
+            config: A ``trl.GRPOConfig``. What belongs to the Trainer (accumulation, steps, precision) stays with it.
+            model: As in the constructor.
+            reward_funcs: As in the constructor.
+            **arguments: Further arguments of the constructor; settings given here win over the config.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: If the config switches on something that has no counterpart here.
+        """
+        return cls(model=model, reward_funcs=reward_funcs, **{**settings_from_trl(config), **arguments})
+
+    @property
+    def rollout_plan(self) -> RolloutPlan:
+        """How many prompts, completions and micro-batches one rollout has; what the data module cuts by."""
+        settings = self.settings
+        accumulation = self._trainer.accumulate_grad_batches if self._trainer is not None else 1
+        return RolloutPlan(
+            num_generations=settings.num_generations,
+            per_device_train_batch_size=settings.per_device_train_batch_size,
+            steps_per_generation=settings.steps_per_generation or accumulation,
+            num_iterations=settings.num_iterations,
+            num_generations_eval=settings.num_generations_eval,
+            per_device_eval_batch_size=settings.per_device_eval_batch_size,
+        )
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How training completions are sampled."""
+        return SamplingSettings(
+            **{field.name: getattr(self.settings, field.name) for field in dataclasses.fields(SamplingSettings)}
+        )
+
+    @property
+    def held_out_sampling(self) -> SamplingSettings:
+        """How held-out completions are sampled; ``eval_temperature`` 0 is greedy."""
+        temperature, sampling = self.settings.eval_temperature, self.sampling
+        if temperature is None:
+            return sampling
+        if temperature == 0:
+            greedy = {**(sampling.generation_kwargs or {}), "do_sample": False}
+            return dataclasses.replace(
+                sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=None, generation_kwargs=greedy
+            )
+        return dataclasses.replace(sampling, temperature=temperature)
+
+    # Set-up -----------------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the policy and the reference model; does nothing the second time."""
+        if self._is_configured:
+            return
+        settings = self.settings
+        options = dict(settings.model_init_kwargs or {})
+        if settings.trust_remote_code and not isinstance(self._model, nn.Module):
+            options["trust_remote_code"] = True
+        policy = load_policy(
+            self._model, model_init_kwargs=options, gradient_checkpointing=settings.gradient_checkpointing
+        )
+        if settings.disable_dropout:
+            disable_dropout_(policy)
+        if self._peft_config is not None:
+            policy = with_lora(policy, self._peft_config)
+        self.policy = policy
+        self.reference = reference_of(policy, settings.beta)
+        self._is_configured = True
+
+    def setup(self, stage: str) -> None:
+        """Resolve what needs the Trainer: sizes, tokenizer, hooks.
+
+        Args:
+            stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        """
+        plan = self.rollout_plan
+        self.loss_settings = dataclasses.replace(self.loss_settings, steps_per_generation=plan.steps_per_generation)
+        self.processing_class = load_processing_class(
+            self._model, self.processing_class, trust_remote_code=self.settings.trust_remote_code
+        )
+        self._ranks = Ranks(self.trainer)
+        hooks = self.trainer.callbacks  # type: ignore[attr-defined]
+        self._scored_hooks = [hook for hook in hooks if isinstance(hook, RolloutScoredHook)]
+        self._ready_hooks = [hook for hook in hooks if isinstance(hook, RolloutReadyHook)]
+        self._loss_hooks = [hook for hook in hooks if isinstance(hook, PolicyLossHook)]
+        self._needs_token_signals = any(getattr(hook, "needs_token_signals", False) for hook in hooks)
+
+    def _begin_run(self) -> None:
+        """What needs the policy where it will run; called before the first batch of every run."""
+        if self.sampler is None:
+            if self.settings.use_vllm:
+                raise refusal("use_vllm", "be false without a sampler of its own", True, "Give `sampler` an engine")
+            self.sampler = HFSampler(self.processing_class)
+        self._maker = RolloutMaker(
+            sampler=self.sampler,
+            rewards=self.rewards.to(self.device),
+            processing_class=self.processing_class,
+            settings=self.settings,
+            context_length=context_length(self._policy),
+        )
+
+    @property
+    def _policy(self) -> nn.Module:
+        if self.policy is None or not self._is_configured:
+            self.configure_model()
+        assert self.policy is not None
+        return self.policy
+
+    def on_fit_start(self) -> None:
+        """Put the policy into training mode: ``from_pretrained`` and Lightning both leave it as it was loaded."""
+        self._policy.train()
+        self._begin_run()
+        self._has_dropout = has_dropout(self._policy)
+
+    def on_validation_start(self) -> None:
+        """Make the rollout maker when there is no ``fit`` around this evaluation."""
+        if not self.trainer.training:
+            self._begin_run()
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and ``lr_scheduler_type``, or whatever callables the constructor was given."""
+        parameters = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise refusal("model", "have trainable parameters", 0, "Unfreeze some, or give a `peft_config`")
+        optimizer = self._optimizer(parameters) if self._optimizer else default_optimizer(parameters, self.settings)
+        if self._lr_scheduler is not None:
+            schedule = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
+        else:
+            schedule = default_schedule(optimizer, self.settings, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    # Rollout ----------------------------------------------------------------------------------------------------------
+
+    def _rollout(self, batch: PromptBatch) -> Rollout:
+        """Sample and score a whole generation batch, then add advantages and the log-probs that the loss needs."""
+        settings, index = self.settings, self._cycle.rollouts_made
+        with generation_ready(self.trainer.strategy, self._policy):
+            rollout = self._maker.sampled(
+                self._policy,
+                batch.rows,
+                batch.prompt_ids,
+                num_generations=settings.num_generations,
+                sampling=self.sampling,
+                seed=sampling_seed(settings.seed, "train", index, self._ranks.replica),
+                policy_step=self.global_step,
+                device=self.device,
+            )
+        if index == 0:
+            self._check_first(rollout)
+        with self._ranks.failing_together():
+            rollout, table = self._maker.scored(rollout, self._trainer_state())
+        rollout = loss_tokens(rollout, is_truncated_masked=settings.mask_truncated_completions)
+        for scored_hook in self._scored_hooks:
+            rollout = scored_hook.on_rollout_scored(self.trainer, self, rollout)
+        rollout, estimate = with_advantages(
+            rollout,
+            settings=settings,
+            weights=torch.tensor(self.rewards.weights),
+            ranks=self._ranks,
+            estimator=self.advantage_estimator,
+        )
+        num_items = float(self._ranks.summed(rollout.completion_mask.sum()))
+        rollout = self._with_logprobs(rollout.replace(num_items=num_items))
+        for ready_hook in self._ready_hooks:
+            rollout = ready_hook.on_rollout_ready(self.trainer, self, rollout)
+        self._readings.add_rollout(rollout_readings(rollout, table, estimate))
+        self._logged_by_rewards = logged_metrics(self._ranks.gathered_objects(table.metrics))
+        if settings.log_completions:
+            log_completions(self.trainer, self._ranks, rollout, table, shown=settings.num_completions_to_print)
+        return shuffled(rollout, sampling_seed(settings.seed, "shuffle", index, self._ranks.replica))
+
+    def _check_first(self, rollout: Rollout) -> None:
+        """Compare the sampler with the training forward before anything was updated."""
+        settings = self.settings
+        if rollout.behavior_logprobs is None:
+            return
+        report = first_rollout_check(
+            self._policy,
+            rollout,
+            temperature=settings.temperature,
+            rows=min(len(rollout), settings.per_device_train_batch_size),
+        )
+        if self.trainer.is_global_zero and self.trainer.log_dir is not None:
+            event = {name: value for name, value in dataclasses.asdict(report).items() if name != "message"}
+            EventLog(Path(self.trainer.log_dir) / "events.jsonl").write(
+                "self_check", step=self.global_step, text=report.message, **event
+            )
+
+    def _with_logprobs(self, rollout: Rollout) -> Rollout:
+        settings = self.settings
+        forward = {"temperature": settings.temperature, "rows_per_forward": settings.per_device_train_batch_size}
+        # A rollout that outlives an optimizer step is trained on by a newer policy than the one it is compared with.
+        is_outliving = self.trainer.accumulate_grad_batches % self.rollout_plan.cycle_length != 0
+        if is_outliving or self.loss_settings.vllm_importance_sampling_correction:
+            rollout = rollout.replace(old_logprobs=policy_logprobs(self._policy, rollout, **forward))
+        if settings.beta != 0.0:
+            with reference_context(self._policy, self.reference) as reference:
+                rollout = rollout.replace(reference_logprobs=policy_logprobs(reference, rollout, **forward))
+        return rollout
+
+    def _trainer_state(self) -> Any:
+        from transformers import TrainerState
+
+        trainer = self.trainer
+        return TrainerState(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
+
+    # Loss -------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
+        """The loss of one micro-batch; a rollout comes first where the last one is used up.
+
+        Args:
+            batch: Prompts of a whole generation batch and the place in its cycle.
+            batch_idx: Index in the epoch.
+
+        Returns:
+            The loss, 0-d, multiplied by ``accumulate_grad_batches`` to undo Lightning's division.
+        """
+        if self._cycle.is_missing(batch.cycle_step):
+            self._cycle.begin(self._rollout(batch), self.rollout_plan.steps_per_generation)
+        position, window_size = self._place_in_window(batch_idx)
+        if position == 0:
+            self.window.clear()
+        entry = WindowEntry(
+            micro_batch=position,
+            rollout=self._cycle.micro_batch(batch.cycle_step, batch.cycle_length),
+            rng_state=device_rng_state(self.device) if self._has_dropout else {},
+        )
+        loss = self._first_loss(entry, window_size)
+        self.window.append(entry)
+        return loss * self.trainer.accumulate_grad_batches
+
+    def _place_in_window(self, batch_idx: int) -> tuple[int, int]:
+        """Index of this micro-batch in its optimizer step, and how many the step has; the epoch's last may be short."""
+        accumulation = self.trainer.accumulate_grad_batches
+        position = batch_idx % accumulation
+        left = self.trainer.num_training_batches - (batch_idx - position)
+        return position, int(min(accumulation, left))
+
+    def _is_window_over(self, batch_idx: int) -> bool:
+        position, window_size = self._place_in_window(batch_idx)
+        return position == window_size - 1
+
+    def _first_loss(self, entry: WindowEntry, window_size: int) -> Tensor:
+        rollout: Rollout = entry.rollout
+        statistics = self._statistics(rollout)
+        inputs = LossInputs(
+            logprobs=statistics.logprobs,
+            entropy=statistics.entropy,
+            completion_mask=rollout.completion_mask,
+            advantages=cast(Tensor, rollout.advantages),
+            old_logprobs=rollout.old_logprobs,
+            behavior_logprobs=rollout.behavior_logprobs,
+            reference_logprobs=rollout.reference_logprobs,
+            entropy_threshold=self._entropy_threshold(statistics.entropy, rollout.completion_mask),
+            num_items=rollout.num_items,
+        )
+        for hook in self._loss_hooks:
+            inputs = hook.on_policy_loss(self.trainer, self, inputs)
+        settings = dataclasses.replace(self.loss_settings, entropy_coef=self._entropy_coef())
+        entry.token_weights = inputs.token_weights
+        entry.constants |= {"inputs": without_gradient(inputs), "settings": settings, "accumulation": window_size}
+        result = self._policy_loss(inputs, entry)
+        if self._needs_token_signals:
+            entry.constants |= token_signals(inputs.logprobs, statistics, result)
+        loss = result.loss
+        self._readings.add_loss(loss, result.readings)
+        return loss
+
+    def _policy_loss(self, inputs: LossInputs, entry: WindowEntry) -> PolicyLoss:
+        return policy_loss(
+            inputs,
+            entry.constants["settings"],
+            accumulation=entry.constants["accumulation"],
+            world_size=self._ranks.replicas,
+        )
+
+    def token_losses(self, entry: WindowEntry, *, token_mask: Tensor | None = None) -> Tensor:
+        """Run a micro-batch of the current optimizer step again and return its token losses.
+
+        Hooks are not asked again: what they put into the loss the first time is used again, so the sum over the window
+        (mean over ranks) has the gradient that the step accumulated. The caller replays the generators for dropout.
+
+        Args:
+            entry: From ``window``.
+            token_mask: (batch, time) bool, the tokens to keep; normalisers stay those of the whole window.
+
+        Returns:
+            (batch, time) float32 with gradient.
+        """
+        statistics = self._statistics(entry.rollout)
+        inputs = dataclasses.replace(
+            entry.constants["inputs"], logprobs=statistics.logprobs, entropy=statistics.entropy
+        )
+        losses = self._policy_loss(inputs, entry).token_loss
+        return losses if token_mask is None else torch.where(token_mask, losses, 0.0)
+
+    def _statistics(self, rollout: Rollout) -> PolicyStatistics:
+        return policy_statistics(
+            self._policy,
+            rollout.prompt_ids,
+            rollout.prompt_mask,
+            rollout.completion_ids,
+            attention_mask_of(rollout),
+            temperature=self.settings.temperature,
+            has_entropy_gradient=self._entropy_coef() != 0.0,
+            has_hidden_norms=self._needs_token_signals,
+        )
+
+    def _entropy_coef(self) -> float:
+        """TRL's own coefficient unless a callback has put another one into ``loss_settings``."""
+        coef = self.loss_settings.entropy_coef
+        return self.entropy_bonus.applied(self.settings) if coef == self.settings.entropy_coef else coef
+
+    def _entropy_threshold(self, entropy: Tensor, mask: Tensor) -> Tensor | None:
+        quantile = self.loss_settings.top_entropy_quantile
+        return entropy_threshold_over(self._ranks, entropy, mask, quantile) if quantile < 1.0 else None
+
+    def loss_from_trl_inputs(self, inputs: Mapping[str, Any], *, accumulation: int) -> Tensor:
+        """The loss of one micro-batch given as TRL's ``GRPOTrainer.compute_loss`` takes it: the door for parity checks.
+
+        Args:
+            inputs: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``, ``advantages``, and where
+                they apply ``num_items_in_batch``, ``old_per_token_logps``, ``ref_per_token_logps``,
+                ``sampling_per_token_logps``, ``importance_sampling_ratio``, ``tool_mask``.
+            accumulation: Micro-batches in this optimizer step.
+
+        Returns:
+            The loss, 0-d with gradient; in evaluation mode (``module.eval()``) without the accumulation factors.
+        """
+        steps = self.settings.steps_per_generation or accumulation
+        return trl_loss(
+            self._policy,
+            inputs,
+            dataclasses.replace(
+                self.loss_settings, steps_per_generation=steps, entropy_coef=self.entropy_bonus.applied(self.settings)
+            ),
+            temperature=self.settings.temperature,
+            has_correction=self.settings.vllm_importance_sampling_correction,
+            accumulation=accumulation,
+            is_training=self.training,
+        )
+
+    # Optimizer step ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Put the generators where the last training batch left them, whatever was drawn since."""
+        if self._random_state is not None:
+            restore_random_state(self._random_state, self.device)
+            self._random_state = None
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Reduce this step's readings over ranks, once, and log them."""
+        self._log_readings(optimizer)
+
+    def _log_readings(self, optimizer: Optimizer) -> None:
+        metrics, entropy = self._readings.metrics(self._ranks)
+        metrics |= self._logged_by_rewards
+        self._logged_by_rewards = {}
+        self.entropy_bonus = self.entropy_bonus.after_step(entropy, self.settings)
+        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
+        if self.loss_settings.entropy_coef or self.settings.use_adaptive_entropy:
+            metrics["entropy_coef"] = self._entropy_coef()
+        self._log_step(metrics)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip to the Trainer's ``gradient_clip_val``, or else to ``max_grad_norm``, and log the norm before clipping."""
+        bound = self.settings.max_grad_norm if gradient_clip_val is None else gradient_clip_val
+        strategy = self.trainer.strategy
+        if isinstance(strategy, StepGate):
+            norm: Tensor | float | None = strategy.gradient_norms().total
+            if bound is not None:
+                self.clip_gradients(optimizer, bound, gradient_clip_algorithm or "norm")
+        elif gradient_clip_algorithm == "value":
+            norm = clipped_gradient_norm(optimizer, None)
+            self.clip_gradients(optimizer, bound, gradient_clip_algorithm)
+        else:
+            norm = clipped_gradient_norm(optimizer, bound)
+        if norm is not None:
+            self._log_step({"grad_norm": norm})
+
+    def _log_step(self, metrics: Mapping[str, Any]) -> None:
+        shown = {name: value for name, value in metrics.items() if name in _PROGRESS_BAR}
+        rest = {name: value for name, value in metrics.items() if name not in shown}
+        options = {"on_step": True, "on_epoch": False, "batch_size": 1}
+        self.log_dict(shown, prog_bar=True, **options)
+        self.log_dict(rest, **options)
+
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        """Log what a skipped step left unlogged, and pull the reference towards the policy where asked to."""
+        settings = self.settings
+        if self._readings.is_pending and self._is_window_over(batch_idx):
+            self._log_readings(self.optimizers(use_pl_optimizer=False))
+        if not settings.sync_ref_model or self.reference is None:
+            return
+        if self._is_window_over(batch_idx) and self.global_step % settings.ref_model_sync_steps == 0:
+            sync_reference(self._policy, self.reference, settings.ref_model_mixup_alpha)
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Sample and score held-out prompts.
+
+        Args:
+            batch: Held-out prompts of this rank.
+            batch_idx: Index of the batch.
+        """
+        self._evaluate(batch, batch_idx)
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """As :meth:`validation_step`, on the test prompts."""
+        self._evaluate(batch, batch_idx)
+
+    def _evaluate(self, batch: PromptBatch, batch_idx: int) -> None:
+        rollout = self._held_out_completions(batch, batch_idx)
+        with self._ranks.failing_together():
+            rollout, _ = self._maker.scored(rollout, self._trainer_state())
+        repeats = self.rollout_plan.eval_generations
+        is_duplicate = torch.tensor(batch.is_padding, device=self.device).repeat_interleave(repeats)
+        self._held_out.update(rollout, is_duplicate)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Completions for prompts.
+
+        Args:
+            batch: Prompts.
+            batch_idx: Index of the batch.
+
+        Returns:
+            One record per completion: ``prompt``, ``completion``, and the row's other columns.
+        """
+        rollout = self._held_out_completions(batch, batch_idx)
+        return [
+            {
+                "prompt": prompt,
+                "completion": completion,
+                **{name: rollout.columns[name][row] for name in rollout.columns},
+            }
+            for row, (prompt, completion) in enumerate(zip(rollout.prompts, rollout.completions, strict=True))
+        ]
+
+    def _held_out_completions(self, batch: PromptBatch, batch_idx: int) -> Rollout:
+        settings = self.settings
+        with generation_ready(self.trainer.strategy, self._policy):
+            return self._maker.sampled(
+                self._policy,
+                batch.rows,
+                batch.prompt_ids,
+                num_generations=self.rollout_plan.eval_generations,
+                sampling=self.held_out_sampling,
+                seed=sampling_seed(settings.seed, "held-out", batch_idx, self._ranks.replica),
+                policy_step=self.global_step,
+                device=self.device,
+            )
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what resuming bit for bit needs beyond weights and optimizer; collective on several ranks."""
+        own = {"cycle": self._cycle.state_dict(), "random": random_state(self.device)}
+        checkpoint[_STATE_KEY] = {
+            "entropy_bonus": dataclasses.asdict(self.entropy_bonus),
+            "readings": self._readings.state_dict(),
+            "ranks": self._ranks.gathered_objects(own),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the saved state until ``on_train_start``; a checkpoint of another module loads its weights only."""
+        self._resumed = checkpoint.get(_STATE_KEY)
+
+    def on_train_start(self) -> None:
+        """Continue where the checkpoint stopped: rollout in use, counters, generators."""
+        if self._resumed is None:
+            return
+        state, self._resumed = self._resumed, None
+        self.entropy_bonus = EntropyBonus(**state["entropy_bonus"])
+        self._readings.load_state_dict(state["readings"])
+        if len(state["ranks"]) != self.trainer.world_size:
+            rank_zero_warn(
+                f"The checkpoint was written by {len(state['ranks'])} processes and is read by "
+                f"{self.trainer.world_size}: a rollout in progress is sampled anew and the generators start fresh."
+            )
+            self._cycle.rollouts_made = state["ranks"][0]["cycle"]["rollouts_made"]
+            return
+        own = state["ranks"][self.global_rank]
+        self._cycle.load_state_dict(own["cycle"], self.device)
+        self._random_state = own["random"]
+
+    def save_pretrained(self, directory: str | Path, *, is_merged: bool = False) -> Path:
+        """Write the policy and its tokenizer in Hugging Face format, loadable by ``from_pretrained``.
+
+        Args:
+            directory: Made or replaced as a whole.
+            is_merged: Whether an adapter is merged into its base; False writes the adapter alone.
+
+        Returns:
+            The directory.
+        """
+        return save_policy(self._policy, self.processing_class, directory, is_merged=is_merged)

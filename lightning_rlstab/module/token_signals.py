@@ -1,0 +1,44 @@
+"""What a localizer wants to know of every token, kept from the forward that was run anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlstab.core.policy_loss import LossInputs, PolicyLoss
+from lightning_rlstab.module.forward import PolicyStatistics
+
+__all__ = ["token_signals", "without_gradient"]
+
+
+def without_gradient(inputs: LossInputs) -> LossInputs:
+    """The same inputs without the graph of the forward, so that keeping them keeps no activations.
+
+    Args:
+        inputs: As the hooks left them.
+    """
+    return dataclasses.replace(inputs, logprobs=inputs.logprobs.detach(), entropy=inputs.entropy.detach())
+
+
+def token_signals(logprobs: Tensor, statistics: PolicyStatistics, result: PolicyLoss) -> dict[str, Any]:
+    """Detached (batch, time) tensors for the closed-form head norm of each token.
+
+    Args:
+        logprobs: The tensor that the loss was computed from.
+        statistics: The forward's statistics, with hidden norms.
+        result: The loss; its graph is kept for the backward pass that follows.
+
+    Returns:
+        ``logprobs``, ``sum_squared_probs``, ``hidden_norms``, and ``token_loss_slope``: the derivative of the summed loss
+        with respect to the token's log-probability.
+    """
+    (slope,) = torch.autograd.grad(result.token_loss.sum(), logprobs, retain_graph=True)
+    return {
+        "logprobs": logprobs.detach(),
+        "sum_squared_probs": statistics.sum_squared_probs.detach(),
+        "hidden_norms": statistics.hidden_norms,
+        "token_loss_slope": slope,
+    }
