@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlstab.core.checks import flag, integer, number, refusal
 from lightning_rlstab.module.dataset_files import PromptRows, PromptSource, is_hub_name, prompt_rows
@@ -63,6 +62,7 @@ class PromptDataModule(LightningDataModule):
         self._rows: dict[str, PromptRows] = {}
         self._train_loader: TrainPromptLoader | None = None
         self._restored: dict[str, Any] | None = None
+        self._validation_limit: int | float | None = None
         if validation_size is not None:
             if validation is not None:
                 raise refusal("validation_size", "be left out when `validation` is given", validation_size)
@@ -88,16 +88,19 @@ class PromptDataModule(LightningDataModule):
                 prompt_rows(field, source)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and check the rows of every given source, once."""
-        del stage
-        if self._rows:
-            return
-        rows = {field: prompt_rows(field, source) for field, source in self._sources.items() if source is not None}
-        if self._validation_size is not None:
-            if "train" not in rows:
-                raise refusal("validation_size", "be left out without `train`", self._validation_size)
-            rows["train"], rows["validation"] = _held_out(rows["train"], self._validation_size, self._seed)
-        self._rows = rows
+        """Read and check the rows of every given source, once; without held-out prompts ``fit`` runs no validation."""
+        if not self._rows:
+            self._rows = self._read()
+        if stage == "fit" and self.trainer is not None and "validation" not in self._rows:
+            # A loader of length 0 would make Lightning warn, and there is no empty form that it takes for "none".
+            self._validation_limit = self.trainer.limit_val_batches
+            self.trainer.limit_val_batches = 0
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Leave the trainer's validation limit as it was."""
+        if stage == "fit" and self.trainer is not None and self._validation_limit is not None:
+            self.trainer.limit_val_batches = self._validation_limit
+            self._validation_limit = None
 
     def train_dataloader(self) -> TrainPromptLoader:
         """The training stream of this rank, at the position of the checkpoint where one was loaded."""
@@ -118,10 +121,8 @@ class PromptDataModule(LightningDataModule):
         self._train_loader = loader
         return loader
 
-    def val_dataloader(self) -> EvalPromptLoader | list[Any]:
-        """The held-out prompts of this rank; an empty list when there are none and ``fit`` goes on without."""
-        if "validation" not in self._rows and self._attached().state.fn == TrainerFn.FITTING:
-            return []
+    def val_dataloader(self) -> EvalPromptLoader:
+        """The held-out prompts of this rank."""
         return self._eval_loader("validation")
 
     def test_dataloader(self) -> EvalPromptLoader:
@@ -139,6 +140,14 @@ class PromptDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the position for the train loader that ``fit`` is about to ask for."""
         self._restored = state_dict.get("train")
+
+    def _read(self) -> dict[str, PromptRows]:
+        rows = {field: prompt_rows(field, source) for field, source in self._sources.items() if source is not None}
+        if self._validation_size is not None:
+            if "train" not in rows:
+                raise refusal("validation_size", "be left out without `train`", self._validation_size)
+            rows["train"], rows["validation"] = _held_out(rows["train"], self._validation_size, self._seed)
+        return rows
 
     def _eval_loader(self, field: str) -> EvalPromptLoader:
         return EvalPromptLoader(self._needed(field), self._plan().eval_prompts, **self._place())
