@@ -17,6 +17,11 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
+def _open_slots(values: Tensor, mask: Tensor) -> Tensor:
+    """The mask as bool in the shape that values and mask broadcast to."""
+    return mask.bool() | torch.zeros_like(values, dtype=torch.bool)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the values whose mask is open.
 
@@ -56,7 +61,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         tensor(3.)
     """
     total = masked_sum(values, mask, dim)
-    is_open = torch.broadcast_tensors(mask.bool(), values)[0]
+    is_open = _open_slots(values, mask)
     count = is_open.sum() if dim is None else is_open.sum(dim)
     return total / count.clamp(min=1)
 
@@ -78,7 +83,7 @@ def masked_max(values: Tensor, mask: Tensor, dim: int | None = None, *, empty: f
         tensor(1.)
     """
     values = at_least_float32(values)
-    is_open = torch.broadcast_tensors(mask.bool(), values)[0]
+    is_open = _open_slots(values, mask)
     selected = torch.where(is_open, values, torch.full((), -torch.inf, dtype=values.dtype, device=values.device))
     if selected.numel() == 0:
         return selected.sum(dim) + empty if dim is not None else selected.sum() + empty
