@@ -61,22 +61,20 @@ def head_gradient_norms(
 
 
 def token_shares(
-    slope: Tensor,  # "*shape"
-    logprobs_above: Tensor,  # "*shape"
-    logprobs_below: Tensor,  # "*shape"
+    losses_above: Tensor,  # "*shape"
+    losses_below: Tensor,  # "*shape"
     *,
     distance: float,
     grad_norm: float,
 ) -> Tensor:
-    """Each token's share of the gradient, s_t = <g_t, g> / ||g||^2, from log-probs at two points along g.
+    """Each token's share of the gradient, s_t = <g_t, g> / ||g||^2, from token losses at two points along g.
 
-    c_t (logprob_t(theta_above) - logprob_t(theta_below)) / (distance * ||g||): a finite difference of the linearised
-    token loss. The slope is held fixed, so clipping kinks and stop-gradients in the loss cannot bend the answer.
+    (l_t(theta + a g/||g||) - l_t(theta - b g/||g||)) / ((a + b) ||g||). The losses are the linearised ones,
+    c_t * logprob_t with the slope c_t held fixed, so clipping kinks and stop-gradients cannot bend the answer.
 
     Args:
-        slope: dL/dlogprob of each token at theta.
-        logprobs_above: Log-probs at theta + a * g/||g||.
-        logprobs_below: Log-probs at theta - b * g/||g||.
+        losses_above: Linearised token losses at theta + a * g/||g||.
+        losses_below: The same at theta - b * g/||g||.
         distance: a + b, > 0.
         grad_norm: ||g||, > 0.
 
@@ -84,13 +82,10 @@ def token_shares(
         Float64 shares; over all tokens of the step (mean over ranks) they sum to 1.
 
     Example:
-        >>> token_shares(torch.tensor([2.0]), torch.tensor([0.3]), torch.tensor([0.1]), distance=0.1, grad_norm=4.0)
+        >>> token_shares(torch.tensor([0.6]), torch.tensor([0.2]), distance=0.1, grad_norm=4.0)
         tensor([1.0000], dtype=torch.float64)
     """
-    difference = logprobs_above.double() - logprobs_below.double()
-    # A token outside the loss may have any log-prob, even NaN: its slope of 0 settles its share.
-    change = torch.where(slope == 0, torch.zeros_like(difference), slope.double() * difference)
-    return change / (distance * grad_norm)
+    return (losses_above.double() - losses_below.double()) / (distance * grad_norm)
 
 
 def probe_shift(grad_norm: float, steepest_slope: float, *, logprob_change: float = 0.01) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,40 +54,42 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
     """
     shift = probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=_WANTED_CHANGE)
     best: Shares | None = None
-    for _ in range(_ATTEMPTS):
-        above = oracle.shifted_logprobs(shift)
-        change = _largest_change(oracle.signals, above)
-        if oracle.is_base_reusable and not _SMALLEST_CHANGE <= change <= _LARGEST_CHANGE and best is None:
-            # The first guess of the slope was far off: one sweep told us by how much.
-            factor = _WANTED_CHANGE / change if 0 < change < float("inf") else 0.1
-            shift *= min(max(factor, 1e-3), 1e3)
-            above = oracle.shifted_logprobs(shift)
+    for attempt in range(_ATTEMPTS):
+        above = oracle.linear_losses(shift)
+        if attempt == 0 and oracle.base_losses is not None:
+            factor = _correction_of(_decisive_change(oracle.signals, above - oracle.base_losses))
+            if factor != 1.0:
+                shift *= factor
+                above = oracle.linear_losses(shift)
         shares = _difference(oracle, above, shift, tolerance)
         if best is None or abs(shares.completeness - 1) < abs(best.completeness - 1):
             best = shares
-        if shares.is_complete:
-            break
-        shift *= 0.2 if _largest_change(oracle.signals, above) > 0.1 * _WANTED_CHANGE else 5.0
-        if not oracle.is_base_reusable:
-            break  # low precision: another shift costs two whole sweeps and seldom helps
+        if shares.is_complete or oracle.base_losses is None:
+            break  # in low precision another shift costs two whole sweeps and seldom helps
+        is_long = _decisive_change(oracle.signals, above - oracle.base_losses) > _WANTED_CHANGE / 10
+        shift *= 0.2 if is_long else 5.0
     assert best is not None
     return best
 
 
+def _correction_of(change: float) -> float:
+    """Factor on the first shift, which was a guess from the slope: one sweep tells how far off it was."""
+    if _SMALLEST_CHANGE <= change <= _LARGEST_CHANGE:
+        return 1.0
+    return min(max(_WANTED_CHANGE / change, 1e-3), 1e3) if 0 < change < math.inf else 0.1
+
+
 def _difference(oracle: GradientOracle, above: Tensor, shift: float, tolerance: float) -> Shares:
-    signals = oracle.signals
-    if oracle.is_base_reusable:
-        one_sided = token_shares(
-            signals.slope, above, signals.logprobs, distance=shift, grad_norm=oracle.grad_norm
-        ).nan_to_num()
-        heavy = one_sided.abs().sum(dim=-1) >= _HEAVY_SEQUENCE
-        below = oracle.shifted_logprobs(-shift, heavy)
-        central = token_shares(signals.slope, above, below, distance=2 * shift, grad_norm=oracle.grad_norm)
-        values = torch.where(heavy.unsqueeze(-1), central, one_sided)
+    mask, base, norm = oracle.signals.mask, oracle.base_losses, oracle.grad_norm
+    if base is None:
+        values = token_shares(above, oracle.linear_losses(-shift), distance=2 * shift, grad_norm=norm)
     else:
-        below = oracle.shifted_logprobs(-shift)
-        values = token_shares(signals.slope, above, below, distance=2 * shift, grad_norm=oracle.grad_norm)
-    values = torch.where(signals.mask, values, torch.zeros_like(values))
+        values = token_shares(above, base, distance=shift, grad_norm=norm)
+        heavy = values.abs().nan_to_num().sum(dim=-1) >= _HEAVY_SEQUENCE
+        below = oracle.linear_losses(-shift, heavy)
+        central = token_shares(above, below, distance=2 * shift, grad_norm=norm)
+        values = torch.where(heavy.unsqueeze(-1), central, values)
+    values = torch.where(mask, values, torch.zeros_like(values))
     completeness = float(values.sum())
     is_complete = abs(completeness - 1) <= tolerance  # False for NaN
     return Shares(values=values.nan_to_num(), completeness=completeness, is_complete=is_complete, shift=shift)
@@ -95,11 +98,13 @@ def _difference(oracle: GradientOracle, above: Tensor, shift: float, tolerance: 
 def _steepest_slope(signals: WindowSignals) -> float:
     """|c| of the token that most likely dominates: the largest head norm, else the largest slope."""
     size = signals.slope.abs() if signals.head_norms is None else signals.head_norms
-    size = torch.where(signals.mask, size, torch.zeros_like(size))
+    size = torch.where(signals.mask, size, torch.zeros_like(size)).nan_to_num()
     slope = float(signals.slope.abs().flatten()[size.flatten().argmax()])
     return slope if slope > 0 else float(signals.slope.abs().max())
 
 
-def _largest_change(signals: WindowSignals, above: Tensor) -> float:
-    moved = torch.where(signals.slope != 0, (above - signals.logprobs).abs(), torch.zeros_like(above))
-    return float(moved.max())
+def _decisive_change(signals: WindowSignals, moved: Tensor) -> float:
+    """Change of the log-prob, nats, of the token whose loss moved most."""
+    index = torch.where(signals.mask, moved.abs(), torch.zeros_like(moved)).flatten().argmax()
+    slope = float(signals.slope.flatten()[index].abs())
+    return float(moved.flatten()[index].abs()) / slope if slope > 0 else 0.0

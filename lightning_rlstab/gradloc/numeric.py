@@ -45,17 +45,20 @@ def nonfinite_finding(
     flagged = _flagged_tokens(oracle)
     notes: list[str] = []
     tier, probes, is_exhausted = 0, 0, False
+    if len({address[:3] for address in flagged}) == int(oracle.signals.mask.any(dim=-1).sum()) and (
+        spoiled := oracle.nonfinite_parameters()
+    ):
+        return _parameter_finding(oracle, threshold, spoiled)
     if not flagged:
         tier = 3
         result = bisection(oracle, tau_token=math.inf, budget=budget, is_reusing_parent=False)
         flagged = {address: "backward" for address, _ in result.found}
         probes, is_exhausted = result.probes, result.is_budget_exhausted
     if not flagged:
-        names = oracle.nonfinite_gradients()
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if is_exhausted:
             notes.append("The probe budget ended before a token was found.")
         else:
+            listed = _listed(oracle.nonfinite_gradients())
             notes.append(f"No token's own gradient is non-finite: the value was put into the gradient of {listed}.")
     culprits = tuple(_culprit(oracle, address, place) for address, place in list(flagged.items())[:top_k])
     remaining = None
@@ -74,6 +77,23 @@ def nonfinite_finding(
         is_budget_exhausted=is_exhausted,
         notes=tuple(notes),
     )
+
+
+def _parameter_finding(oracle: GradientOracle, threshold: float, names: tuple[str, ...]) -> Finding:
+    """Every sequence is spoiled because the weights are: no token is to blame, no clean gradient exists."""
+    return Finding(
+        verdict="numeric",
+        culprits=(),
+        tier=0,
+        grad_norm=oracle.grad_norm,
+        threshold=threshold,
+        cost_sweeps=oracle.cost_sweeps,
+        notes=(f"The weights themselves are non-finite, in {_listed(names)}: roll back to a healthy snapshot.",),
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _flagged_tokens(oracle: GradientOracle) -> dict[TokenAddress, str]:

@@ -96,25 +96,27 @@ class GradientOracle(Protocol):
         grad_norm: ||g||; inf or NaN when any entry is.
         layer_norms: Norm of g per layer by name.
         cost_sweeps: Work done so far, in forward+backward sweeps over the step.
-        is_base_reusable: Whether ``signals.logprobs`` were made with the arithmetic of ``shifted_logprobs``, so that
-            one may be subtracted from the other.
+        base_losses: Linearised token losses at theta, if the training forward made them with the arithmetic of
+            ``linear_losses``, so that one may be subtracted from the other; else None.
     """
 
     signals: WindowSignals
     grad_norm: float
     layer_norms: Mapping[str, float]
     cost_sweeps: float
-    is_base_reusable: bool
+    base_losses: Tensor | None
 
-    def shifted_logprobs(self, shift: float, sequences: Tensor | None = None) -> Tensor:
-        """Log-probs at theta + shift * g/||g||, without a backward; theta is restored bit for bit.
+    def linear_losses(self, shift: float, sequences: Tensor | None = None) -> Tensor:
+        """c_t * logprob_t of every token at theta + shift * g/||g||, without a backward; theta is restored bit for bit.
+
+        Where the loss holds an entropy bonus, its slope times the entropy is added.
 
         Args:
-            shift: Signed distance along the unit gradient; 0 for a plain forward.
+            shift: Signed distance along the unit gradient.
             sequences: (micro_batch, rank, sequence) bool, the sequences wanted; None for all.
 
         Returns:
-            Float32, the shape of the signals; ``signals.logprobs`` where a sequence was not run.
+            Float64, the shape of the signals, 0 outside the loss; meaningless where a sequence was not run.
         """
         ...
 
@@ -144,6 +146,10 @@ class GradientOracle(Protocol):
 
     def first_nonfinite_layer(self, address: TokenAddress) -> str | None:
         """The layer whose forward output is the first with a non-finite value in this token's sequence, or None."""
+        ...
+
+    def nonfinite_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that hold non-finite values themselves."""
         ...
 
     def nonfinite_gradients(self) -> tuple[str, ...]:

@@ -55,20 +55,9 @@ def test_shares_of_a_linear_loss_sum_to_one(tokens: int, seed: int) -> None:
     directions = torch.randn(tokens, 8, generator=generator).double()
     gradient = (slope[:, None] * directions).sum(0)
     norm = float(gradient.norm())
-    moved = directions @ (gradient / norm) * 1e-2
-    shares = token_shares(slope, moved, -moved, distance=2e-2, grad_norm=norm)
+    moved = slope * (directions @ (gradient / norm)) * 1e-2
+    shares = token_shares(moved, -moved, distance=2e-2, grad_norm=norm)
     assert float(shares.sum()) == pytest.approx(1.0, abs=1e-9)
-
-
-def test_a_nan_behind_the_mask_has_no_share() -> None:
-    shares = token_shares(
-        torch.tensor([1.0, 0.0]),
-        torch.tensor([0.1, math.nan]),
-        torch.tensor([0.0, math.inf]),
-        distance=0.1,
-        grad_norm=1.0,
-    )
-    assert shares.tolist() == pytest.approx([1.0, 0.0], abs=1e-6)
 
 
 def test_the_probe_moves_the_steepest_token_by_the_wanted_change() -> None:

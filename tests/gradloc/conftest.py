@@ -61,6 +61,7 @@ class VectorOracle:
         self.rows_run: list[int] = []
         self.shifts: list[float] = []
         self.layer_of_fault: str | None = "layers.1"
+        self.spoiled_parameters: tuple[str, ...] = ()
 
     @staticmethod
     def _part(vectors: Tensor, layer: str) -> Tensor:
@@ -83,18 +84,22 @@ class VectorOracle:
     def layer_norms(self) -> Mapping[str, float]:
         return self._record(self.whole, is_kept=False).layers
 
-    def shifted_logprobs(self, shift: float, sequences: Tensor | None = None) -> Tensor:
+    @property
+    def base_losses(self) -> Tensor | None:
+        return self.signals.slope.double() * self.signals.logprobs.double() if self.is_base_reusable else None
+
+    def linear_losses(self, shift: float, sequences: Tensor | None = None) -> Tensor:
         signals = self.signals
         wanted = torch.ones(signals.mask.shape[:-1], dtype=torch.bool) if sequences is None else sequences
         self.rows_run.append(int(wanted.sum()))
         self.shifts.append(shift)
         self.cost_sweeps += float(wanted.float().mean()) / 3
-        direction = self.whole / self.whole.norm()
-        slope = torch.where(signals.slope == 0, torch.ones_like(signals.slope), signals.slope)
-        step = (self.gradients @ direction) / slope * shift
-        bent = signals.logprobs + step + self.curvature * step * step.abs()
+        direction = (self.whole / self.whole.norm()).double()
+        slope = torch.where(signals.slope == 0, torch.ones_like(signals.slope), signals.slope).double()
+        step = (self.gradients.double() @ direction) / slope * shift
+        bent = signals.logprobs.double() + step + self.curvature * step * step.abs()
         bent = bent + self.noise * torch.randn(bent.shape, generator=self.generator)
-        return torch.where(wanted.unsqueeze(-1), bent, signals.logprobs)
+        return torch.where(signals.mask, signals.slope.double() * bent, torch.zeros_like(bent))
 
     def subset_gradient(self, tokens: Tensor, *, is_kept: bool = False) -> SubsetGradient:
         touched = (tokens & self.signals.mask).flatten(1).any(dim=1)
@@ -116,6 +121,9 @@ class VectorOracle:
 
     def first_nonfinite_layer(self, address: TokenAddress) -> str | None:
         return self.layer_of_fault
+
+    def nonfinite_parameters(self) -> tuple[str, ...]:
+        return self.spoiled_parameters
 
     def nonfinite_gradients(self) -> tuple[str, ...]:
         return tuple(layer for layer in LAYERS if not self._part(self.whole, layer).isfinite().all())

@@ -56,3 +56,13 @@ def test_a_gradient_that_the_tokens_do_not_explain_fails_the_check(oracle_of) ->
     outside[3] = 5.0
     shares = gradient_shares(oracle_of({(1, 0, 2, 5): 1.0}, outside=outside), tolerance=0.05)
     assert not shares.is_complete
+
+
+def test_a_nan_log_prob_behind_the_mask_has_no_share(oracle_of) -> None:
+    mask = torch.ones((4, 1, 4, 16), dtype=torch.bool)
+    mask[0, 0, 0, 8:] = False
+    logprobs = torch.full((4, 1, 4, 16), -1.0)
+    logprobs[0, 0, 0, 8:] = float("nan")
+    shares = gradient_shares(oracle_of({(1, 0, 2, 5): 1.0}, mask=mask, logprobs=logprobs), tolerance=0.05)
+    assert shares.is_complete
+    assert (shares.values[0, 0, 0, 8:] == 0).all()

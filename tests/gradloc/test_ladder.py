@@ -233,6 +233,17 @@ def test_a_non_finite_value_from_outside_the_loss_names_the_parameters_and_no_to
     assert math.isfinite(finding.remaining_norm)
 
 
+def test_weights_that_are_non_finite_themselves_are_named_instead_of_every_token(oracle_of) -> None:
+    oracle = oracle_of(nonfinite={"hidden_state": torch.ones(SHAPE, dtype=torch.bool)})
+    oracle.whole[:] = math.nan
+    oracle.spoiled_parameters = ("layers.1.weight",)
+    finding = find(oracle)
+    assert finding.verdict == "numeric"
+    assert finding.culprits == ()
+    assert "layers.1.weight" in finding.notes[0]
+    assert not finding.is_removal_enough
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
