@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ class StepGateMixin(ProbeMixin):
             assert self.lightning_module is not None
             self._named = named_trainable_parameters(self.lightning_module, self.optimizers)
         return self._named
+
+    @property
+    def is_generation_synced(self) -> bool:
+        """Whether all ranks must take the same number of tokens (``generate(synced_gpus=...)``)."""
+        return False
+
+    @contextmanager
+    def generation_ready(self, module: nn.Module) -> Generator[None, None, None]:
+        """Make a module ready for many forwards without gradient; nothing to do where weights are whole.
+
+        Args:
+            module: The model that generates.
+        """
+        yield
 
     # -- the gate ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,182 @@
+"""Fully sharded data parallel (FSDP2), also replicated (HSDP) and beside tensor parallelism, with the step gate."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+
+from lightning_rlstab.core.checks import choice, flag, refusal
+from lightning_rlstab.strategies.gate import StepGateMixin
+from lightning_rlstab.strategies.mesh import REPLICATE, SHARD, check_sharded, mesh_sizes, replicated_mesh
+from lightning_rlstab.strategies.sharding import fsdp_modules, roots, shard, whole_weights
+from lightning_rlstab.strategies.staging import Survivors
+
+__all__ = ["RLStabFSDP"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ShardingStrategy(ModelParallelStrategy):
+    """Lightning's FSDP2 strategy that shards by itself what ``configure_model`` left whole."""
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard, then set up as every strategy does; Lightning's own would demand a ``configure_model``."""
+        self.shard_model()
+        Strategy.setup(self, trainer)
+        self.barrier()
+
+    def shard_model(self) -> None:
+        """Shard the connected module in place."""
+        raise AssertionError("the concrete strategy knows how")
+
+
+class RLStabFSDP(StepGateMixin, ShardingStrategy):
+    """``Trainer(strategy="rlstab_fsdp")``: FSDP2 with the step gate, staging, probes and generation under sharding.
+
+    Every child of the LightningModule is sharded block by block, unless ``configure_model`` did so already. Weights and
+    optimizer state are float32; ``compute_dtype="bfloat16"`` gathers and computes in bfloat16 and reduces gradients in
+    float32. FSDP1 (``FullyShardedDataParallel``) is refused: its flat pieces know no per-parameter norm, and it cannot
+    run the extra forward that a probe needs.
+
+    Args:
+        data_parallel_size: Ranks with prompts of their own; "auto" is all processes over ``tensor_parallel_size``.
+        tensor_parallel_size: Ranks that share a layer and get the same prompts; needs a plan in ``configure_model``.
+        replicate_size: Copies of the sharded model (HSDP), e.g. the number of nodes.
+        compute_dtype: "float32", "bfloat16" or "float16", of forward and backward.
+        block_classes: Class names of the blocks to shard one by one; None asks the model.
+        reshard_after_forward: Free a block's whole weights after its forward, or keep them until its backward.
+        generation: "unsharded" gathers the whole model once per rollout; "sharded" gathers block by block for every
+            token, for models that do not fit on one device. Then all ranks must take the same number of tokens.
+        save_distributed_checkpoint: One folder with a file per rank (True), or one file written by rank 0 (False).
+        process_group_backend: ``torch.distributed``'s backend; None takes the device's.
+        timeout: After which a collective that not every rank has joined is an error.
+        skip_non_finite: See :class:`~lightning_rlstab.strategies.gate.StepGateMixin`.
+        survivors: See :class:`~lightning_rlstab.strategies.gate.StepGateMixin`.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        replicate_size: int = 1,
+        compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        block_classes: list[str] | None = None,
+        reshard_after_forward: bool = True,
+        generation: Literal["unsharded", "sharded"] = "unsharded",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        skip_non_finite: bool = True,
+        survivors: Survivors = "keep",
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=flag("save_distributed_checkpoint", save_distributed_checkpoint),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            skip_non_finite=skip_non_finite,
+            survivors=survivors,
+        )
+        self.replicate_size = replicate_size
+        self.compute_dtype = _DTYPES[choice("compute_dtype", compute_dtype, _DTYPES)]
+        self.block_classes = block_classes
+        self.reshard_after_forward = flag("reshard_after_forward", reshard_after_forward)
+        self.generation = choice("generation", generation, ("unsharded", "sharded"))
+
+    def setup_environment(self) -> None:
+        """Join the processes and lay out the mesh.
+
+        Raises:
+            ValueError: If the sizes do not fit the number of processes.
+        """
+        world_size = self.num_nodes * self.num_processes
+        data_size, tensor_size = mesh_sizes(
+            world_size,
+            data_parallel_size=self._data_parallel_size,
+            tensor_parallel_size=self._tensor_parallel_size,  # type: ignore[arg-type]
+            replicate_size=self.replicate_size,
+        )
+        self._data_parallel_size, self._tensor_parallel_size = data_size, tensor_size
+        super().setup_environment()
+        if self.replicate_size > 1:
+            self._device_mesh = replicated_mesh(
+                self.root_device.type,
+                replicate_size=self.replicate_size,
+                shard_size=data_size // self.replicate_size,
+                tensor_size=tensor_size,
+            )
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh that ``fully_shard`` takes: "data_parallel", or "replicate" times "shard"."""
+        return self.device_mesh[REPLICATE, SHARD] if self.replicate_size > 1 else self.device_mesh["data_parallel"]
+
+    def shard_model(self) -> None:
+        """Shard every root of the module, block by block.
+
+        Raises:
+            ValueError: If the module brings FSDP1, or a trainable weight stays whole.
+        """
+        module = self.lightning_module
+        assert module is not None
+        flat = [name for name, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)]
+        if flat:
+            rule = "not be wrapped in FSDP1 (`FullyShardedDataParallel`)"
+            raise refusal(flat[0] or type(module).__name__, rule, "FSDP1", "Leave sharding to the strategy")
+        policy = MixedPrecisionPolicy()
+        if self.compute_dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        for _, root in roots(module):
+            shard(
+                root,
+                self.shard_mesh,
+                block_classes=self.block_classes,
+                policy=policy,
+                reshard_after_forward=self.reshard_after_forward,
+            )
+        size, tensor_size = self.device_mesh["data_parallel"].size(), self.device_mesh["tensor_parallel"].size()
+        check_sharded(module, shard_size=size // self.replicate_size, tensor_size=tensor_size)
+
+    def reshard(self) -> None:
+        """Give up every whole weight; FSDP2's roots keep theirs after a forward that no backward follows."""
+        assert self.lightning_module is not None
+        for unit in fsdp_modules(self.lightning_module):
+            unit.reshard()
+
+    @property
+    def is_generation_synced(self) -> bool:
+        """Whether all ranks must take the same number of tokens (``generate(synced_gpus=...)``)."""
+        return self.generation == "sharded" and self.collectives.world_size > 1
+
+    @contextmanager
+    def generation_ready(self, module: nn.Module) -> Generator[None, None, None]:
+        """Make a module ready for many forwards without gradient; resharded on exit.
+
+        With ``generation="unsharded"`` no forward inside is a collective, so completions may differ in length over the
+        ranks; entering is a collective. With "sharded" pass ``synced_gpus=strategy.is_generation_synced``.
+
+        Args:
+            module: The model that generates.
+        """
+        if self.generation == "unsharded":
+            with whole_weights(module, reshard_after_forward=self.reshard_after_forward):
+                yield
+            return
+        try:
+            yield
+        finally:
+            for unit in fsdp_modules(module):
+                unit.reshard()
