@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlstab.core.checks import nearest_name, refusal
+from lightning_rlstab.module.token_draw import LogprobRecorder, TokenDraw
 from lightning_rlstab.rollout.sampler import Samples, SamplingSettings
 
 __all__ = ["HFSampler", "eos_token_ids_of", "pad_token_id_of"]
@@ -20,6 +21,10 @@ _log = logging.getLogger(__name__)
 
 # These would change how many rows come back, or what `generate` returns.
 _REFUSED_KWARGS = ("num_return_sequences", "num_beams", "return_dict_in_generate", "output_logits", "output_scores")
+
+# Ways to sample that are left to `generate` itself.
+_RARE_KNOBS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+_PLAIN_KNOBS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class HFSampler:
@@ -94,7 +99,11 @@ class HFSampler:
         model = _generating_model(policy)
         eos_token_ids = self.eos_token_ids(policy)
         configuration = self._configuration(settings, model, eos_token_ids, prompt_mask)
-        recorder = _LogprobRecorder(temperature=float(configuration.temperature or 1.0))
+        recorder = LogprobRecorder(temperature=float(configuration.temperature or 1.0))
+        processors: list[Any] = [recorder]
+        if configuration.do_sample and not any(getattr(configuration, name, None) for name in _RARE_KNOBS):
+            processors += [*_warpers(configuration), TokenDraw()]
+            configuration = _without_own_draw(configuration)
         extra: dict[str, Any] = {"tokenizer": self._processing_class} if configuration.stop_strings else {}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -110,7 +119,7 @@ class HFSampler:
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
                 generation_config=configuration,
-                logits_processor=[recorder],
+                logits_processor=processors,
                 synced_gpus=self.synced_gpus,
                 **extra,
             )
@@ -230,6 +239,29 @@ def _lengths(completion_ids: Tensor, eos_token_ids: list[int], pad_token_id: int
     return torch.where(has_eos, is_eos.int().argmax(dim=1) + 1, unended.clamp(min=1)), has_eos
 
 
+def _warpers(configuration: Any) -> list[Any]:
+    """The processors that `generate` would put before its own draw, in its order."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: list[Any] = []
+    if configuration.temperature not in (None, 1.0):
+        warpers.append(TemperatureLogitsWarper(float(configuration.temperature)))
+    if configuration.top_k:
+        warpers.append(TopKLogitsWarper(top_k=configuration.top_k))
+    if configuration.top_p is not None and configuration.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p=configuration.top_p))
+    if configuration.min_p is not None:
+        warpers.append(MinPLogitsWarper(min_p=configuration.min_p))
+    return warpers
+
+
+def _without_own_draw(configuration: Any) -> Any:
+    from transformers import GenerationConfig
+
+    fields = {**configuration.to_dict(), "do_sample": False, **dict.fromkeys(_PLAIN_KNOBS)}
+    return GenerationConfig(**fields)
+
+
 @contextmanager
 def _sampling_modes(policy: nn.Module, *, is_eval_mode: bool) -> Iterator[None]:
     # Flags are set one by one: `eval()` followed by `train()` would wake up modules that were frozen in eval mode.
@@ -324,49 +356,3 @@ def _shared_prefill(policy: Any, model: Any, prompt_ids: Tensor, prompt_mask: Te
     model(input_ids=ids, attention_mask=mask, position_ids=position_ids, logits_to_keep=1, **cached)
     cache.batch_select_indices(row_of)
     return cached
-
-
-class _LogprobRecorder:
-    """Log-probs of the sampled tokens, step by step: one (B, V) tensor is alive at a time, never (B, T, V).
-
-    A forward hook sees the logits before any processor touches them; the logits processor sees, one step later,
-    which token was drawn.
-    """
-
-    def __init__(self, *, temperature: float) -> None:
-        self._temperature = temperature
-        self._raw: Tensor | None = None
-        self._waiting: tuple[Tensor, Tensor] | None = None
-        self._columns: list[Tensor] = []
-
-    @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        handle = model.register_forward_hook(self._see)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _see(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._raw = output.logits[:, -1]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note the token drawn last and keep the logits of the next one; ``scores`` go through unchanged."""
-        self._take(input_ids[:, -1])
-        assert self._raw is not None
-        logits = self._raw.float()
-        if self._temperature != 1.0:
-            logits = logits / self._temperature
-        self._waiting, self._raw = (logits, logits.logsumexp(dim=-1)), None
-        return scores
-
-    def _take(self, tokens: Tensor) -> None:
-        if self._waiting is not None:
-            logits, log_total = self._waiting
-            self._columns.append(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - log_total)
-
-    def logprobs(self, completion_ids: Tensor) -> Tensor:
-        """(B, T) float32 nats for the finished completions."""
-        self._take(completion_ids[:, -1])
-        self._waiting = None
-        return torch.stack(self._columns[: completion_ids.shape[1]], dim=1)
