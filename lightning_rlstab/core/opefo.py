@@ -1,0 +1,123 @@
+"""OPEFO's formulas: the floor under Adam's second moments, and the rescaled feedback of a skipped gradient.
+
+The name is this package's working name for one layer of a field recipe (Optimizer-state Protection with Error Feedback
+Optimization).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_rlstab.core.histogram import LogHistogram
+
+__all__ = ["add_feedback_", "feedback_factor", "lift_", "second_moment_floor", "tiny_frac"]
+
+_CHUNK = 1 << 20  # entries; bounds the extra memory at a few MB
+
+
+def tiny_frac(histogram: LogHistogram, eps: float) -> Tensor:
+    """Share of second moments that Adam can no longer tell from nothing: 0 < v, sqrt(v) <= eps.
+
+    Args:
+        histogram: Of ``exp_avg_sq``; zeros (coordinates that never received gradient) do not count.
+        eps: Adam's, above 0.
+
+    Returns:
+        0-d float32 in [0, 1].
+    """
+    return histogram.frac_at_most(eps * eps)
+
+
+def second_moment_floor(histogram: LogHistogram, *, eps: float, percentile: float) -> Tensor:
+    """The value that smaller second moments are lifted to.
+
+    The given percentile of the positive values; where so many are tiny that this is tiny itself, the same percentile of
+    those that are not: lifting a tiny value to a tiny value would help nobody.
+
+    Args:
+        histogram: Of the whole parameter group on all ranks.
+        eps: Adam's, above 0.
+        percentile: In [0, 100].
+
+    Returns:
+        0-d float32; NaN, which lifts nothing, when no positive value is there or all of them are tiny.
+    """
+    tiny = tiny_frac(histogram, eps)
+    plain = histogram.percentile(percentile)
+    if not bool(plain <= eps * eps):
+        return plain
+    if bool(tiny >= 1):
+        return torch.full_like(plain, torch.nan)
+    return histogram.percentile(100.0 * float(tiny + (1 - tiny) * percentile / 100.0))
+
+
+@torch.no_grad()
+def lift_(second_moments: Iterable[Tensor], floor: float) -> int:
+    """Raise every positive value under ``floor`` to it, in place.
+
+    Why it is safe: v only grows, so Adam's step |m| / (sqrt(v) + eps) only shortens. Zeros stay zero: they are LoRA
+    matrices and embeddings that no gradient has reached yet. NaN stays NaN.
+
+    Args:
+        second_moments: ``exp_avg_sq`` tensors, contiguous.
+        floor: Above 0; NaN lifts nothing.
+
+    Returns:
+        How many values moved.
+
+    Example:
+        >>> v = torch.tensor([0.0, 1e-16, 1e-8])
+        >>> lift_([v], 1e-10), v.tolist()[0]
+        (1, 0.0)
+    """
+    moved = 0
+    for moment in second_moments:
+        for piece in torch.split(moment.view(-1), _CHUNK):
+            is_low = (piece > 0) & (piece < floor)
+            count = int(is_low.sum())
+            if count:
+                piece.masked_fill_(is_low, floor)
+                moved += count
+    return moved
+
+
+def feedback_factor(weight: float, gradient_norm: float, residual_norm: float) -> float:
+    """Factor on a stored residual so that ``weight`` times the current gradient's norm is fed back.
+
+    factor = weight * ||g|| / ||residual||
+
+    Args:
+        weight: Share of the residual due in this step.
+        gradient_norm: Norm of the gradient it is added to.
+        residual_norm: Norm of the residual as stored.
+
+    Returns:
+        At least 0; 0 where a norm is 0 or not finite.
+
+    Example:
+        >>> feedback_factor(0.3, 2.0, 600.0)
+        0.001
+    """
+    if not (math.isfinite(gradient_norm) and math.isfinite(residual_norm)) or residual_norm <= 0:
+        return 0.0
+    return weight * gradient_norm / residual_norm
+
+
+@torch.no_grad()
+def add_feedback_(gradients: Sequence[Tensor | None], residual: Sequence[Tensor | None], factor: float) -> None:
+    """Gradient += factor * residual, in place, wherever both exist.
+
+    Args:
+        gradients: Local pieces of the current gradient.
+        residual: Local pieces of the skipped one, in the same order; any floating dtype, any device.
+        factor: From ``feedback_factor``.
+    """
+    if factor == 0.0:
+        return
+    for gradient, piece in zip(gradients, residual, strict=True):
+        if gradient is not None and piece is not None:
+            gradient.add_(piece.to(device=gradient.device, dtype=gradient.dtype), alpha=factor)
