@@ -11,6 +11,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
@@ -172,11 +173,10 @@ def _from_file(field: str, path: Path) -> PromptRows:
         return _from_arrow(csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)))
     text = path.read_text(encoding="utf-8")
     if suffix == ".json":
-        try:
-            return _from_rows(field, json.loads(text))
-        except json.JSONDecodeError:
-            # `datasets` writes JSON lines under this ending too.
-            pass
+        # `datasets` writes JSON lines under this ending too; a single one of them is a whole document.
+        with suppress(json.JSONDecodeError):
+            whole = json.loads(text)
+            return _from_rows(field, [whole] if isinstance(whole, Mapping) else whole)
     return _from_json_lines(field, path, text)
 
 
@@ -236,12 +236,12 @@ def _split(field: str, splits: Mapping[str, Any], split: str | None) -> Any:
 
 
 def _from_rows(field: str, rows: Any) -> PromptRows:
-    if hasattr(rows, "column_names") and hasattr(rows, "__getitem__"):
+    if hasattr(rows, "column_names"):
+        if not hasattr(rows, "__len__"):
+            raise refusal(field, "have a length", "a streaming dataset", "Use `.take(n)` and give a list of its rows")
         return cast(PromptRows, rows)  # a datasets.Dataset: kept memory-mapped
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise refusal(field, "be a list of rows, each a mapping", _shown(rows))
-    if hasattr(rows, "column_names"):
-        raise refusal(field, "have a length", "a streaming dataset", "Use `.take(n)` and give a list of its rows")
     listed = list(rows)
     for index, row in enumerate(listed):
         if not isinstance(row, Mapping):
