@@ -51,7 +51,7 @@ class RLStabDDP(StepGateMixin, DDPStrategy):
             rows = {name: gradient for name, gradient in own.items() if gradient.dtype == kind}
             packed = torch.cat([gradient.flatten() for gradient in rows.values()])
             mean = self.collectives.reduced(packed, "sum") / self.collectives.world_size
-            pieces = mean.split([gradient.numel() for gradient in rows.values()])
+            pieces = torch.split(mean, [gradient.numel() for gradient in rows.values()])
             for name, piece in zip(rows, pieces, strict=True):
                 grad = parameters[name].grad
                 added = piece.view_as(parameters[name])

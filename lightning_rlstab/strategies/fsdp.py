@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.optim import Optimizer
 
 from lightning_rlstab.core.checks import choice, flag, refusal
+from lightning_rlstab.strategies.checkpoint import is_sharded
 from lightning_rlstab.strategies.gate import StepGateMixin
 from lightning_rlstab.strategies.mesh import REPLICATE, SHARD, check_sharded, mesh_sizes, replicated_mesh
+from lightning_rlstab.strategies.optimizer_state import by_name, by_position, parameter_order
 from lightning_rlstab.strategies.sharding import fsdp_modules, roots, shard, whole_weights
-from lightning_rlstab.strategies.staging import Survivors
 
 __all__ = ["RLStabFSDP"]
 
@@ -39,6 +46,38 @@ class ShardingStrategy(ModelParallelStrategy):
         """Shard the connected module in place."""
         raise AssertionError("the concrete strategy knows how")
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder of shards or one file, written by any strategy and any number of processes."""
+        path = Path(self.broadcast(checkpoint_path))
+        if is_sharded(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        module = self.lightning_module
+        assert module is not None
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=module.strict_loading)
+        set_model_state_dict(module, checkpoint.pop("state_dict"), options=options)
+        states = checkpoint.get("optimizer_states", [])
+        for optimizer, saved in zip(self.optimizers, states, strict=False):
+            # Lightning counts a file's parameters through the module; a file counts them through the optimizer.
+            named = by_name(saved, parameter_order(module, optimizer))
+            if named["state"]:
+                set_optimizer_state_dict(module, optimizer, optim_state_dict=named, options=options)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing left to do: :meth:`load_checkpoint` has loaded it."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of the optimizer: this rank's shards, or on rank 0 the whole with parameters by position."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        order = parameter_order(self.lightning_module, inner)
+        state = get_optimizer_state_dict(self.lightning_module, inner, options=options)
+        return by_position(state, order) if self.is_global_zero else {}
+
 
 class RLStabFSDP(StepGateMixin, ShardingStrategy):
     """``Trainer(strategy="rlstab_fsdp")``: FSDP2 with the step gate, staging, probes and generation under sharding.
@@ -57,15 +96,16 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         reshard_after_forward: Free a block's whole weights after its forward, or keep them until its backward.
         generation: "unsharded" gathers the whole model once per rollout; "sharded" gathers block by block for every
             token, for models that do not fit on one device. Then all ranks must take the same number of tokens.
-        save_distributed_checkpoint: One folder with a file per rank (True), or one file written by rank 0 (False).
-        process_group_backend: ``torch.distributed``'s backend; None takes the device's.
-        timeout: After which a collective that not every rank has joined is an error.
-        skip_non_finite: See :class:`~lightning_rlstab.strategies.gate.StepGateMixin`.
-        survivors: See :class:`~lightning_rlstab.strategies.gate.StepGateMixin`.
+        **kwargs: ``skip_non_finite`` and ``survivors`` of :class:`~lightning_rlstab.strategies.gate.StepGateMixin`, and
+            ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout`` of Lightning's
+            ``ModelParallelStrategy``.
     """
+
+    reads_shards = True
 
     def __init__(
         self,
+        *,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         replicate_size: int = 1,
@@ -73,21 +113,9 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         block_classes: list[str] | None = None,
         reshard_after_forward: bool = True,
         generation: Literal["unsharded", "sharded"] = "unsharded",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        skip_non_finite: bool = True,
-        survivors: Survivors = "keep",
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=flag("save_distributed_checkpoint", save_distributed_checkpoint),
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            skip_non_finite=skip_non_finite,
-            survivors=survivors,
-        )
+        super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs)
         self.replicate_size = replicate_size
         self.compute_dtype = _DTYPES[choice("compute_dtype", compute_dtype, _DTYPES)]
         self.block_classes = block_classes

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_rlstab.control.protocols import GradientNorms, MicroBatchGuard, PolicyModule, Verdict, Vote
 from lightning_rlstab.core.checks import choice, flag
 from lightning_rlstab.strategies import voting
-from lightning_rlstab.strategies.checkpoint import KEY, generator_states, restore_generators, states_of_rank
+from lightning_rlstab.strategies.checkpoint import CheckpointMixin
 from lightning_rlstab.strategies.clipping import clip_by_norm, clip_by_value, scale_gradients
 from lightning_rlstab.strategies.collectives import Collectives
 from lightning_rlstab.strategies.norms import gradient_norms, pending_norms
@@ -29,7 +29,7 @@ from lightning_rlstab.strategies.verdict import RunStopped, StepWithheld, checke
 __all__ = ["StepGateMixin"]
 
 
-class StepGateMixin(ProbeMixin):
+class StepGateMixin(ProbeMixin, CheckpointMixin):
     """Turns a Lightning strategy into one whose optimizer steps pass a gate; put it before the strategy in the bases.
 
     The order within one optimizer step: the last micro-batch's backward, every callback's ``on_before_optimizer_step``
@@ -64,7 +64,6 @@ class StepGateMixin(ProbeMixin):
         self._measured: tuple[object, GradientNorms] | None = None
         self._named: dict[str, nn.Parameter] = {}
         self._stashed = []
-        self._saved_generators: Mapping[str, Any] | None = None
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -276,47 +275,6 @@ class StepGateMixin(ProbeMixin):
             for entry in module.window:
                 entry.is_dropped |= entry.micro_batch == micro_batch
         return is_kept
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save with the gate's counters and the generator states of every rank; called on all ranks."""
-        checkpoint[KEY] = {
-            "applied_steps": self.applied_steps,
-            "skipped_steps": self.skipped_steps,
-            "generators": self.collectives.gathered_objects(generator_states(self.captured_rng())),
-        }
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, and for a fit take over the gate's counters and this rank's generator states."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        record = checkpoint.get(KEY)
-        assert self.lightning_module is not None
-        if record is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.applied_steps, self.skipped_steps = record["applied_steps"], record["skipped_steps"]
-            collectives = self.collectives
-            rank = getattr(self, "global_rank", 0)
-            self._saved_generators = states_of_rank(record["generators"], rank, collectives.world_size)
-        return checkpoint
-
-    def on_train_start(self) -> None:
-        """Continue the generators' streams of a run that was saved between two epochs."""
-        super().on_train_start()
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.completed == 0:
-            self._restore_generators()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Continue the streams of a run saved within an epoch: making the data iterator anew has drawn from them."""
-        super().on_train_batch_start(batch, batch_idx)
-        self._restore_generators()
-
-    def _restore_generators(self) -> None:
-        saved, self._saved_generators = self._saved_generators, None
-        if saved is not None:
-            self._set_rng(saved["torch"])
-            restore_generators(saved)
 
     # -- clipping ----------------------------------------------------------------------------------------------------
 

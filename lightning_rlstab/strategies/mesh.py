@@ -99,9 +99,7 @@ def check_sharded(module: pl.LightningModule, *, shard_size: int, tensor_size: i
     if tensor_size > 1:
         sharded = [name for name, p in trainable.items() if _is_split(p, TENSOR)]
         if not sharded:
-            rule = (
-                f"be 1 without a tensor-parallel plan: {tensor_size} ranks would do the same work on the same prompts"
-            )
+            rule = "be 1 without a tensor-parallel plan, or its ranks do the same work on the same prompts"
             advice = "Call `parallelize_module` in `configure_model` with `self.device_mesh['tensor_parallel']`"
             raise refusal("tensor_parallel_size", rule, tensor_size, advice)
 

@@ -105,11 +105,11 @@ class ProbeMixin(Strategy):
                 leaves that generator alone (and still puts it back).
         """
         current = self.captured_rng()
-        self._set_rng(rng_state)
+        self.restore_rng(rng_state)
         try:
             yield
         finally:
-            self._set_rng(current)
+            self.restore_rng(current)
 
     def captured_rng(self) -> dict[str, Tensor]:
         """States of the generators that a forward may draw from: ``"cpu"``, and ``"cuda"`` for this rank's GPU."""
@@ -118,7 +118,8 @@ class ProbeMixin(Strategy):
             states["cuda"] = torch.cuda.get_rng_state(self.root_device)
         return states
 
-    def _set_rng(self, states: Mapping[str, Tensor]) -> None:
+    def restore_rng(self, states: Mapping[str, Tensor]) -> None:
+        """Put torch's generators to the given states; a missing key leaves that generator alone."""
         if "cpu" in states:
             torch.set_rng_state(states["cpu"].cpu())
         if "cuda" in states and self.root_device.type == "cuda":
