@@ -1,4 +1,4 @@
-"""``lightning-rlstab fit|validate|test|predict``: LightningCLI with our module, data, callbacks and strategies at hand."""
+"""``lightning-rlstab fit|validate|test|predict``: LightningCLI that knows every room of the package."""
 
 from __future__ import annotations
 

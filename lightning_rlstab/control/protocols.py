@@ -29,6 +29,7 @@ __all__ = [
     "StepGate",
     "Verdict",
     "Vote",
+    "WeightHost",
     "WindowEntry",
 ]
 
@@ -161,6 +162,15 @@ class GenerationHost(Protocol):
 
     def generation_ready(self, policy: nn.Module) -> AbstractContextManager[None]:
         """Make ``policy.generate`` free of collectives inside the block; sharded again on exit."""
+        ...
+
+
+@runtime_checkable
+class WeightHost(Protocol):
+    """A strategy whose weights must be brought together before they can be exported."""
+
+    def full_state_dict(self, policy: nn.Module) -> Mapping[str, Tensor]:
+        """Whole weights under the names of ``policy.state_dict()``, on the CPU of rank 0; empty on other ranks."""
         ...
 
 

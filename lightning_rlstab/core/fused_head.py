@@ -56,7 +56,7 @@ class _HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, logprobs_grad: Tensor | None, entropy_grad: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, bias, tokens, shift, log_total, entropy = ctx.saved_tensors
@@ -124,5 +124,7 @@ def head_statistics(
     """
     shape = tokens.shape
     flat = hidden.reshape(-1, hidden.shape[-1])
-    outputs = _HeadStatistics.apply(flat, weight, bias, tokens.reshape(-1), float(temperature), has_entropy_gradient)
+    outputs = _HeadStatistics.apply(  # type: ignore[no-untyped-call]
+        flat, weight, bias, tokens.reshape(-1), float(temperature), has_entropy_gradient
+    )
     return TokenStatistics(*(values.reshape(shape) for values in outputs))

@@ -1,4 +1,4 @@
-"""The entropy terms of the loss that look beyond one micro-batch: TRL's adaptive coefficient and top-entropy threshold."""
+"""Entropy beyond one micro-batch: TRL's adaptive coefficient and the threshold of the top-entropy tokens."""
 
 from __future__ import annotations
 

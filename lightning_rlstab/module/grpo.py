@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLo
 from lightning_rlstab.module.completions import log_completions
 from lightning_rlstab.module.cycle import RolloutCycle
 from lightning_rlstab.module.entropy import EntropyBonus, entropy_threshold_over
+from lightning_rlstab.module.evaluation import HeldOutMetrics
 from lightning_rlstab.module.export import save_policy
 from lightning_rlstab.module.first_rollout import first_rollout_check
 from lightning_rlstab.module.forward import (
@@ -47,8 +49,8 @@ from lightning_rlstab.module.policy import (
 )
 from lightning_rlstab.module.prompt_loaders import PromptBatch
 from lightning_rlstab.module.random_state import device_rng_state, random_state, restore_random_state, sampling_seed
-from lightning_rlstab.module.ranks import Ranks, generation_ready
-from lightning_rlstab.module.readings import StepReadings
+from lightning_rlstab.module.ranks import Ranks, full_state_dict, generation_ready
+from lightning_rlstab.module.readings import StepReadings, advantage_readings
 from lightning_rlstab.module.reference import reference_context, reference_of, sync_reference
 from lightning_rlstab.module.reward_model import reward_suite
 from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker, loss_tokens, shuffled, with_advantages
@@ -72,9 +74,9 @@ class GRPOModule(pl.LightningModule):
     """Group-relative policy optimization of a causal language model.
 
     Once per ``steps_per_generation * num_iterations`` micro-batches the policy continues every prompt of the batch
-    ``num_generations`` times, the reward functions score the completions, and each completion's advantage is its reward
-    against the others of its prompt; every micro-batch then takes one slice of that rollout through the clipped surrogate
-    loss. Loss, field names and defaults are TRL's.
+    ``num_generations`` times, the reward functions score the completions, and each completion's advantage is its
+    reward against the others of its prompt; every micro-batch then takes one slice of that rollout through the loss.
+    Loss, field names and defaults are TRL's.
 
     Args:
         model: Hugging Face id or local directory of a causal language model, or a module.
@@ -121,6 +123,11 @@ class GRPOModule(pl.LightningModule):
         self.sampler = sampler
         self.policy: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.reference: nn.Module | None = None
+        self.held_out = HeldOutMetrics(
+            self.settings.num_generations_eval or self.settings.num_generations,
+            reward_names=self.rewards.names,
+            threshold=self.settings.success_threshold,
+        )
         self._model = model
         self._peft_config = peft_config
         self._optimizer = optimizer
@@ -304,7 +311,7 @@ class GRPOModule(pl.LightningModule):
         rollout = self._with_logprobs(rollout.replace(num_items=num_items))
         for ready_hook in self._ready_hooks:
             rollout = ready_hook.on_rollout_ready(self.trainer, self, rollout)
-        self._readings.add_rollout(rollout_readings(rollout, table, estimate))
+        self._readings.add_rollout({**rollout_readings(rollout, table, estimate), **advantage_readings(rollout)})
         self._logged_by_rewards = logged_metrics(self._ranks.gathered_objects(table.metrics))
         if settings.log_completions:
             log_completions(self.trainer, self._ranks, rollout, table, shown=settings.num_completions_to_print)
@@ -329,14 +336,19 @@ class GRPOModule(pl.LightningModule):
 
     def _with_logprobs(self, rollout: Rollout) -> Rollout:
         settings = self.settings
-        forward = {"temperature": settings.temperature, "rows_per_forward": settings.per_device_train_batch_size}
+        forward = functools.partial(
+            policy_logprobs,
+            rollout=rollout,
+            temperature=settings.temperature,
+            rows_per_forward=settings.per_device_train_batch_size,
+        )
         # A rollout that outlives an optimizer step is trained on by a newer policy than the one it is compared with.
         is_outliving = self.trainer.accumulate_grad_batches % self.rollout_plan.cycle_length != 0
         if is_outliving or self.loss_settings.vllm_importance_sampling_correction:
-            rollout = rollout.replace(old_logprobs=policy_logprobs(self._policy, rollout, **forward))
+            rollout = rollout.replace(old_logprobs=forward(self._policy))
         if settings.beta != 0.0:
             with reference_context(self._policy, self.reference) as reference:
-                rollout = rollout.replace(reference_logprobs=policy_logprobs(reference, rollout, **forward))
+                rollout = rollout.replace(reference_logprobs=forward(reference))
         return rollout
 
     def _trainer_state(self) -> Any:
@@ -384,7 +396,7 @@ class GRPOModule(pl.LightningModule):
 
     def _first_loss(self, entry: WindowEntry, window_size: int) -> Tensor:
         rollout: Rollout = entry.rollout
-        statistics = self._statistics(rollout)
+        statistics = self.token_statistics(rollout)
         inputs = LossInputs(
             logprobs=statistics.logprobs,
             entropy=statistics.entropy,
@@ -403,7 +415,7 @@ class GRPOModule(pl.LightningModule):
         entry.constants |= {"inputs": without_gradient(inputs), "settings": settings, "accumulation": window_size}
         result = self._policy_loss(inputs, entry)
         if self._needs_token_signals:
-            entry.constants |= token_signals(inputs.logprobs, statistics, result)
+            entry.constants |= token_signals(statistics.logprobs, statistics, result)
         loss = result.loss
         self._readings.add_loss(loss, result.readings)
         return loss
@@ -429,14 +441,22 @@ class GRPOModule(pl.LightningModule):
         Returns:
             (batch, time) float32 with gradient.
         """
-        statistics = self._statistics(entry.rollout)
+        statistics = self.token_statistics(entry.rollout)
         inputs = dataclasses.replace(
             entry.constants["inputs"], logprobs=statistics.logprobs, entropy=statistics.entropy
         )
         losses = self._policy_loss(inputs, entry).token_loss
         return losses if token_mask is None else torch.where(token_mask, losses, 0.0)
 
-    def _statistics(self, rollout: Rollout) -> PolicyStatistics:
+    def token_statistics(self, rollout: Rollout) -> PolicyStatistics:
+        """Run the policy's forward on completions, as the loss does; what localizers ask for at moved weights.
+
+        Args:
+            rollout: Any rows; only token ids, masks and lengths are read.
+
+        Returns:
+            Log-probs and entropies (with gradient where the loss needs it) and what else is known of each token.
+        """
         return policy_statistics(
             self._policy,
             rollout.prompt_ids,
@@ -510,7 +530,7 @@ class GRPOModule(pl.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to the Trainer's ``gradient_clip_val``, or else to ``max_grad_norm``, and log the norm before clipping."""
+        """Clip to the Trainer's ``gradient_clip_val`` or else to ``max_grad_norm``; log the norm before clipping."""
         bound = self.settings.max_grad_norm if gradient_clip_val is None else gradient_clip_val
         strategy = self.trainer.strategy
         if isinstance(strategy, StepGate):
@@ -528,15 +548,14 @@ class GRPOModule(pl.LightningModule):
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         shown = {name: value for name, value in metrics.items() if name in _PROGRESS_BAR}
         rest = {name: value for name, value in metrics.items() if name not in shown}
-        options = {"on_step": True, "on_epoch": False, "batch_size": 1}
-        self.log_dict(shown, prog_bar=True, **options)
-        self.log_dict(rest, **options)
+        self.log_dict(shown, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        self.log_dict(rest, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         """Log what a skipped step left unlogged, and pull the reference towards the policy where asked to."""
         settings = self.settings
         if self._readings.is_pending and self._is_window_over(batch_idx):
-            self._log_readings(self.optimizers(use_pl_optimizer=False))
+            self._log_readings(self.trainer.optimizers[0])
         if not settings.sync_ref_model or self.reference is None:
             return
         if self._is_window_over(batch_idx) and self.global_step % settings.ref_model_sync_steps == 0:
@@ -562,8 +581,21 @@ class GRPOModule(pl.LightningModule):
         with self._ranks.failing_together():
             rollout, _ = self._maker.scored(rollout, self._trainer_state())
         repeats = self.rollout_plan.eval_generations
-        is_duplicate = torch.tensor(batch.is_padding, device=self.device).repeat_interleave(repeats)
-        self._held_out.update(rollout, is_duplicate)
+        is_padding = torch.tensor(batch.is_padding, device=self.device).repeat_interleave(repeats)
+        self.held_out.update(rollout, is_padding)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the held-out scores as ``val/...``."""
+        self._log_held_out("val/")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the held-out scores as ``test/...``."""
+        self._log_held_out("test/")
+
+    def _log_held_out(self, prefix: str) -> None:
+        scores = {name.replace("val/", prefix, 1): value for name, value in self.held_out.scalars().items()}
+        self.log_dict(scores, prog_bar=False, batch_size=1)
+        self.held_out.reset()
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Completions for prompts.
@@ -635,11 +667,17 @@ class GRPOModule(pl.LightningModule):
     def save_pretrained(self, directory: str | Path, *, is_merged: bool = False) -> Path:
         """Write the policy and its tokenizer in Hugging Face format, loadable by ``from_pretrained``.
 
+        To be called on all ranks: sharded weights are brought together, and rank 0 writes.
+
         Args:
             directory: Made or replaced as a whole.
-            is_merged: Whether an adapter is merged into its base; False writes the adapter alone.
+            is_merged: Write the base model with the adapter added in, instead of the adapter alone.
 
         Returns:
             The directory.
         """
-        return save_policy(self._policy, self.processing_class, directory, is_merged=is_merged)
+        strategy = None if self._trainer is None else self._trainer.strategy
+        weights = full_state_dict(strategy, self._policy)
+        if strategy is None or strategy.is_global_zero:
+            save_policy(self._policy, self.processing_class, directory, is_merged=is_merged, state_dict=weights)
+        return Path(directory)

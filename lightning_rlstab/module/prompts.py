@@ -46,7 +46,9 @@ def prompt_tokens(
     return [list(ids) for ids in encoded["input_ids"]]
 
 
-def tokenized_prompts(ids: Sequence[Sequence[int]], *, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def tokenized_prompts(
+    ids: Sequence[Sequence[int]], *, pad_token_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Left-padded prompt ids and their mask.
 
     Args:

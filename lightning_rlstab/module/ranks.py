@@ -1,4 +1,4 @@
-"""Gathering over ranks through the Trainer's strategy, so that the module itself never touches ``torch.distributed``."""
+"""What the module asks of the Trainer's strategy, so that it never touches ``torch.distributed`` itself."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rlstab.control.protocols import GenerationHost
+from lightning_rlstab.control.protocols import GenerationHost, WeightHost
 
-__all__ = ["Ranks", "generation_ready"]
+__all__ = ["Ranks", "full_state_dict", "generation_ready"]
 
 
 class Ranks:
@@ -137,3 +137,15 @@ def generation_ready(strategy: Any, policy: nn.Module) -> AbstractContextManager
         policy: The policy about to generate.
     """
     return strategy.generation_ready(policy) if isinstance(strategy, GenerationHost) else nullcontext()
+
+
+def full_state_dict(strategy: Any | None, policy: nn.Module) -> Mapping[str, Tensor]:
+    """The policy's whole weights by their own names; collective where the strategy shards, empty on other ranks then.
+
+    Args:
+        strategy: The Trainer's strategy, or None outside of a run.
+        policy: The policy.
+    """
+    if isinstance(strategy, WeightHost):
+        return strategy.full_state_dict(policy)
+    return policy.state_dict()

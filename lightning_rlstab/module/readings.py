@@ -1,4 +1,4 @@
-"""What a step says about itself: sums and counts kept on the device, reduced over ranks once, named as TRL names them."""
+"""What a step says about itself: sums kept on the device, reduced over ranks once, named as TRL names them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_rlstab.core.policy_loss import merged_readings
 from lightning_rlstab.module.ranks import Ranks
 from lightning_rlstab.rollout.metrics import rollout_metrics
+from lightning_rlstab.rollout.records import Rollout
 
-__all__ = ["StepReadings", "loss_metrics"]
+__all__ = ["StepReadings", "advantage_readings", "loss_metrics"]
 
 # Metric name -> (numerator, denominator) among the loss readings.
 _MEANS = {
@@ -68,6 +70,17 @@ def loss_metrics(readings: Mapping[str, Tensor]) -> dict[str, float]:
     return metrics | {name: values[count] for name, count in _COUNTS.items() if count in values}
 
 
+def advantage_readings(rollout: Rollout) -> dict[str, Tensor]:
+    """Sum of absolute advantages and their number: the plain mean is 0 by construction and says nothing.
+
+    Args:
+        rollout: This rank's completions, with advantages.
+    """
+    assert rollout.advantages is not None
+    advantages = rollout.advantages.double()
+    return {"advantage_abs_sum": advantages.abs().sum(), "advantage_count": torch.ones_like(advantages).sum()}
+
+
 class StepReadings:
     """Collects the readings of one optimizer step and of the rollouts made for it.
 
@@ -113,6 +126,9 @@ class StepReadings:
         metrics = {"loss": float(loss["loss_sum"]) / ranks.replicas, **loss_metrics(loss)}
         if rollout:
             metrics |= rollout_metrics(rollout)
+            count = float(rollout["advantage_count"])
+            if count:
+                metrics["rlstab/grpo/advantage_abs_mean"] = float(rollout["advantage_abs_sum"]) / count
             self.num_tokens += float(rollout["num_tokens_count"])
         metrics["num_tokens"] = self.num_tokens
         active = max(float(loss["bonus_entropy_count"]), 1.0)

@@ -34,7 +34,7 @@ class GRPOSettings:
         num_generations: Completions per prompt, G >= 2.
         num_generations_eval: Completions per held-out prompt; None for ``num_generations``.
         per_device_train_batch_size: Completions per micro-batch on one device.
-        per_device_eval_batch_size: Completions per held-out batch on one device; None for as many prompts as in training.
+        per_device_eval_batch_size: Completions per held-out batch; None for as many prompts as in training.
         steps_per_generation: Micro-batches that share one rollout; None for ``accumulate_grad_batches``.
         num_iterations: How often each rollout is trained on.
         max_completion_length: Longest completion in tokens.
@@ -80,7 +80,7 @@ class GRPOSettings:
         vllm_importance_sampling_mode: token_truncate, token_mask, sequence_truncate or sequence_mask.
         vllm_importance_sampling_clip_max: Upper bound of that ratio; None for none.
         vllm_importance_sampling_clip_min: Lower bound of that ratio; None for none.
-        off_policy_mask_threshold: Drop sequences of negative advantage whose mean log-ratio is above this; None for off.
+        off_policy_mask_threshold: Drop sequences of negative advantage with a mean log-ratio above this; None for off.
         learning_rate: Of the default AdamW.
         weight_decay: Of the default AdamW.
         adam_beta1: Of the default AdamW.
@@ -104,7 +104,7 @@ class GRPOSettings:
         ``trl.GRPOConfig`` 1.16; ``eval_temperature``, ``success_threshold`` and ``reward_time_limit_seconds`` are ours.
 
     Example:
-        >>> GRPOSettings(num_generations=4, per_device_train_batch_size=8).loss_settings(steps_per_generation=2).loss_type
+        >>> GRPOSettings(num_generations=4).loss_settings(steps_per_generation=2).loss_type
         'dapo'
     """
 
@@ -249,8 +249,7 @@ class GRPOSettings:
         """The record that the loss reads.
 
         Args:
-            per_device_eval_batch_size: Completions per held-out batch on one device; None for as many prompts as in training.
-        steps_per_generation: Micro-batches that share one rollout, with the default resolved.
+            steps_per_generation: Micro-batches that share one rollout, with the default resolved.
 
         Returns:
             The fields of :class:`LossSettings`, checked.

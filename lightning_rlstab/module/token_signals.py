@@ -27,13 +27,13 @@ def token_signals(logprobs: Tensor, statistics: PolicyStatistics, result: Policy
     """Detached (batch, time) tensors for the closed-form head norm of each token.
 
     Args:
-        logprobs: The tensor that the loss was computed from.
+        logprobs: The forward's log-probs, before any hook; the slope is taken with respect to them.
         statistics: The forward's statistics, with hidden norms.
         result: The loss; its graph is kept for the backward pass that follows.
 
     Returns:
-        ``logprobs``, ``sum_squared_probs``, ``hidden_norms``, and ``token_loss_slope``: the derivative of the summed loss
-        with respect to the token's log-probability.
+        ``logprobs``, ``sum_squared_probs``, ``hidden_norms``, and ``token_loss_slope``: the derivative of the summed
+        loss with respect to the token's log-probability.
     """
     (slope,) = torch.autograd.grad(result.token_loss.sum(), logprobs, retain_graph=True)
     return {

@@ -28,9 +28,7 @@ def trl_loss(
 
     Args:
         policy: A causal language model.
-        inputs: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``, ``advantages``, and where they
-            apply ``num_items_in_batch``, ``old_per_token_logps``, ``ref_per_token_logps``, ``sampling_per_token_logps``,
-            ``importance_sampling_ratio``, ``tool_mask``.
+        inputs: As described at ``GRPOModule.loss_from_trl_inputs``.
         settings: What the loss is.
         temperature: The logits are divided by it.
         has_correction: Whether a given ``importance_sampling_ratio`` weighs the loss.

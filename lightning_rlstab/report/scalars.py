@@ -139,6 +139,11 @@ _GRPO = (
     ),
     Scalar("rlstab/grpo/rewards_nan", "count", "NaN rewards in the last rollout", "lower", (0.0, 0.0)),
     Scalar("rlstab/grpo/rewards_inf", "count", "Infinite rewards in the last rollout", "lower", (0.0, 0.0)),
+    Scalar("rlstab/grpo/kl_max", "nats", "Largest KL of a single token; one outlier is no drift", "lower"),
+    Scalar("rlstab/grpo/non_finite_tokens", "count", "Loss tokens that are NaN or infinite", "lower", (0.0, 0.0)),
+    Scalar("rlstab/grpo/floored_tokens", "count", "Tokens whose log-probability was raised to -100 nats", "lower"),
+    Scalar("rlstab/grpo/saturated_tokens", "count", "Tokens with a log-ratio beyond 20 nats", "lower", (0.0, 0.0)),
+    Scalar("rlstab/grpo/unscored_tokens", "count", "Tokens for which the sampler gave no log-probability", "lower"),
 )
 
 _MONITOR = (
