@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlstab.core.logprobs import token_statistics
-from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, policy_loss
+from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLoss, policy_loss
 
 BATCH, PROMPT, TIME = 6, 4, 7
 VOCAB = 259
 STEPS_PER_GENERATION = 2
 MAX_COMPLETION_LENGTH = 16
+TEMPERATURE = 0.9
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def trl_trainer(tiny_policy: nn.Module, tokenizer: Any, tmp_path_factory: pytest
             steps_per_generation=STEPS_PER_GENERATION,
             beta=0.0,
             disable_dropout=True,
-            temperature=0.9,
+            temperature=TEMPERATURE,
         )
         return GRPOTrainer(
             model=copy.deepcopy(tiny_policy),
@@ -128,6 +130,8 @@ def trl_inputs() -> dict[str, Tensor]:
     def noise(scale: float) -> Tensor:
         return torch.randn(BATCH, TIME, generator=g) * scale
 
+    old, reference, sampling = noise(0.35), noise(0.5), noise(0.4)
+    sampling[1] += 0.45  # a stale sequence of negative advantage, so that the off-policy mask has something to drop
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
@@ -135,9 +139,9 @@ def trl_inputs() -> dict[str, Tensor]:
         "completion_mask": completion_mask,
         "advantages": torch.tensor([0.4, -1.7, 0.0, 0.3, -1.1, -0.9]),
         "num_items_in_batch": torch.tensor(61.0),
-        "old_noise": noise(0.35),
-        "reference_noise": noise(0.5),
-        "sampling_noise": noise(0.4),
+        "old_noise": old,
+        "reference_noise": reference,
+        "sampling_noise": sampling,
     }
 
 
@@ -198,9 +202,7 @@ def policy_logprobs(trl_trainer: Any, trl_inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def case_inputs(
-    trl_inputs: dict[str, Tensor], policy_logprobs: Tensor
-) -> Callable[[Case], dict[str, Tensor]]:
+def case_inputs(trl_inputs: dict[str, Tensor], policy_logprobs: Tensor) -> Callable[[Case], dict[str, Tensor]]:
     """The dict that TRL's ``compute_loss`` takes, for one case."""
 
     def inputs(case: Case) -> dict[str, Tensor]:
@@ -271,14 +273,14 @@ def trl_evaluation(trl_trainer: Any) -> Callable[[Case, dict[str, Tensor]], Eval
 
 def loss_from_inputs(
     model: nn.Module, inputs: dict[str, Tensor], settings: LossSettings, accumulation: int, *, is_training: bool = True
-) -> Any:
-    """TRL's input dict through this package's pieces: forward, token statistics, policy loss."""
+) -> PolicyLoss:
+    """TRL's input dict through the pieces of the core alone: forward, whole logits, token statistics, policy loss."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     time = inputs["completion_ids"].shape[1]
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, -time - 1 : -1]
     stats = token_statistics(
-        logits, inputs["completion_ids"], temperature=0.9, has_entropy_gradient=settings.entropy_coef > 0
+        logits, inputs["completion_ids"], temperature=TEMPERATURE, has_entropy_gradient=settings.entropy_coef > 0
     )
     loss_inputs = LossInputs(
         logprobs=stats.logprobs,
@@ -294,20 +296,46 @@ def loss_from_inputs(
 
 
 @pytest.fixture(scope="session")
-def our_evaluation(trl_trainer: Any) -> Iterator[Callable[[Case, dict[str, Tensor]], Evaluation]]:
-    """Our loss and gradient for one case, on the very same weights."""
-    model = trl_trainer.model
+def core_evaluation(tiny_policy: nn.Module) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
+    """Loss, gradient and readings of the core, which forms the train/inference ratio itself."""
 
     def evaluate(case: Case, inputs: dict[str, Tensor]) -> Evaluation:
-        model.train(case.is_training)
-        model.zero_grad(set_to_none=True)
-        made = loss_from_inputs(model, inputs, case.settings(), case.accumulation, is_training=case.is_training)
+        tiny_policy.train(case.is_training)
+        tiny_policy.zero_grad(set_to_none=True)
+        made = loss_from_inputs(tiny_policy, inputs, case.settings(), case.accumulation, is_training=case.is_training)
         made.loss.backward()
         readings = {name: value.item() for name, value in made.readings.items()}
-        return Evaluation(made.loss.detach(), [p.grad.clone() for p in model.parameters()], readings)
+        return Evaluation(made.loss.detach(), [p.grad.clone() for p in tiny_policy.parameters()], readings)
 
-    yield evaluate
-    model.zero_grad(set_to_none=True)
+    return evaluate
+
+
+@pytest.fixture(scope="session")
+def module_evaluation(tiny_policy: nn.Module, tokenizer: Any) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
+    """Loss and gradient through the module's front door; one module whose settings are exchanged."""
+    from lightning_rlstab import GRPOModule
+
+    module = GRPOModule(
+        model=tiny_policy,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        processing_class=tokenizer,
+        temperature=TEMPERATURE,
+        steps_per_generation=STEPS_PER_GENERATION,
+    )
+
+    def evaluate(case: Case, inputs: dict[str, Tensor]) -> Evaluation:
+        fields = vars(case.settings()) | {"use_vllm": case.correction_mode is not None}
+        module.settings = dataclasses.replace(module.settings, **fields)
+        module.loss_settings = module.settings.loss_settings(steps_per_generation=STEPS_PER_GENERATION)
+        module.entropy_bonus = dataclasses.replace(module.entropy_bonus, coef=case.entropy_coef)
+        module.train(case.is_training)
+        tiny_policy.train(case.is_training)
+        tiny_policy.zero_grad(set_to_none=True)
+        loss = module.loss_from_trl_inputs(inputs, accumulation=case.accumulation)
+        loss.backward()
+        return Evaluation(loss.detach(), [p.grad.clone() for p in tiny_policy.parameters()])
+
+    return evaluate
 
 
 @pytest.fixture(scope="session")
