@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -177,6 +177,38 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
             )
         size, tensor_size = self.device_mesh["data_parallel"].size(), self.device_mesh["tensor_parallel"].size()
         check_sharded(module, shard_size=size // self.replicate_size, tensor_size=tensor_size)
+
+    def full_state_dict(self, policy: nn.Module) -> Mapping[str, Tensor]:
+        """Whole weights under the names of ``policy.state_dict()``, on the CPU of rank 0; empty on other ranks.
+
+        Gathers one weight at a time, so no device holds the whole model; collective.
+        """
+        self.reshard()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(policy, options=options)
+
+    def on_train_start(self) -> None:
+        """Refuse ranks with different numbers of batches, which would wait for each other for ever."""
+        super().on_train_start()
+        self._check_equal_counts("training", [self._trainer.num_training_batches])
+
+    def on_validation_start(self) -> None:
+        """Refuse ranks with different numbers of batches: under sharding every forward is a collective."""
+        super().on_validation_start()
+        self._check_equal_counts("validation", self._trainer.num_val_batches)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _check_equal_counts(self, stage: str, counts: Sequence[int | float]) -> None:
+        own = sum(counts)
+        rows = [float(row) for row in self.collectives.gathered_tensors(torch.tensor(float(own)))]
+        if len(set(rows)) > 1:
+            rule = f"have the same number of {stage} batches on every rank"
+            advice = "Let the Trainer's distributed sampler pad them, or drop the last ones"
+            raise refusal("dataloader", rule, [int(row) for row in rows], advice)
 
     def reshard(self) -> None:
         """Give up every whole weight; FSDP2's roots keep theirs after a forward that no backward follows."""

@@ -68,8 +68,8 @@ def _worker(function, args, rank, world_size, port, pipe):
 def run_on_ranks():
     """``run_on_ranks(function, *args, world_size=2)``: the function's result of every rank, in rank order.
 
-    Every rank runs the function in a process forked from the test, so closures are fine; results are pickled. A rank that
-    raises fails the test with its traceback; a rank that hangs fails it when its collective times out.
+    Every rank runs the function in a process forked from the test, so closures are fine; results are pickled. A rank
+    that raises fails the test with its traceback; a rank that hangs fails it when its collective times out.
     """
 
     def run(function, *args, world_size=2, deadline=60.0):
