@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_rlstab.core.checks import refusal
+from lightning_rlstab.rollout import reward_functions, reward_worker
 from lightning_rlstab.rollout.reward_functions import RewardAnswer, RewardError, failure, one_row
 
 __all__ = ["TimedCalls"]
@@ -23,6 +24,15 @@ _log = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0  # importing a function may import torch on a busy machine
 _SEARCH_LIMITS = 10  # time limits that a search for hanging rows may use up
+# Loads the worker's two files without their packages, which would load torch: seconds and hundreds of megabytes for a
+# process that mostly compares strings. The name is claimed first, so that the worker's own import finds it.
+_BOOTSTRAP = """
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("lightning_rlstab.rollout.reward_functions", sys.argv[1])
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
 _DISTRIBUTED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GLOO_", "PET_", "OMPI_", "PMI_", "SLURM_")
 _DISTRIBUTED_NAMES = frozenset(
     {
@@ -224,7 +234,7 @@ class _Worker:
         self._owner = os.getpid()
         self._is_ready = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_rlstab.rollout.reward_worker"],
+            [sys.executable, "-c", _BOOTSTRAP, reward_functions.__file__, reward_worker.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),

@@ -1,6 +1,7 @@
-"""The worker process of a reward function with a time limit: ``python -m lightning_rlstab.rollout.reward_worker``.
+"""The worker process of a reward function with a time limit.
 
-Speaks pickled messages over its standard input and output. What the function prints goes to standard error.
+Imports nothing but the standard library and ``reward_functions``. Speaks pickled messages over its standard input and
+output. What the function prints goes to standard error.
 """
 
 from __future__ import annotations
