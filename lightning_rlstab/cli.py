@@ -122,9 +122,6 @@ class RLStabCLI(LightningCLI):
         run: bool = True,
         **kwargs: Any,
     ) -> None:
-        arguments = sys.argv[1:] if args is None else args
-        if isinstance(arguments, list | tuple):
-            arguments = _with_packaged_configs(arguments)
         super().__init__(
             model_class or GRPOModule,
             datamodule_class or PromptDataModule,
@@ -137,7 +134,7 @@ class RLStabCLI(LightningCLI):
                 "log_every_n_steps": 1,
                 **kwargs.pop("trainer_defaults", {}),
             },
-            args=arguments,
+            args=args,
             run=run,
             **kwargs,
         )
@@ -147,6 +144,18 @@ class RLStabCLI(LightningCLI):
         parser = _Parser(**{"dump_header": [f"lightning-rlstab {self._version()}"], **kwargs})
         parser.add_argument("-c", "--config", action="config", help="Path to a configuration file; may be repeated.")
         return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, with packaged files found by name.
+
+        Args:
+            parser: The parser.
+            args: Command line; None for ``sys.argv``.
+        """
+        if args is None:
+            self.config = parser.parse_args(_with_packaged_configs(sys.argv[1:]))
+        else:
+            super().parse_arguments(parser, _with_packaged_configs(args) if isinstance(args, list | tuple) else args)
 
     @staticmethod
     def _version() -> str:

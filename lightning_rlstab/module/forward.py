@@ -68,13 +68,16 @@ def policy_statistics(
         The statistics; values on padding are meaningless.
     """
     batch = (prompt_ids, prompt_mask, completion_ids, completion_attention)
-    options = {"temperature": temperature, "has_entropy_gradient": has_entropy_gradient}
     if _has_plain_head(policy, batch):
-        with _fused_head(policy, completion_ids, **options):
+        with _fused_head(policy, completion_ids, temperature=temperature, has_entropy_gradient=has_entropy_gradient):
             output, norms = _forward(policy, batch, has_hidden_norms=has_hidden_norms)
-        return PolicyStatistics(*output.unbind(-1), norms)
-    output, norms = _forward(policy, batch, has_hidden_norms=has_hidden_norms)
-    return PolicyStatistics(*token_statistics(output, completion_ids, **options), norms)
+        logprobs, entropy, sum_squared_probs = output.unbind(-1)
+    else:
+        output, norms = _forward(policy, batch, has_hidden_norms=has_hidden_norms)
+        logprobs, entropy, sum_squared_probs = token_statistics(
+            output, completion_ids, temperature=temperature, has_entropy_gradient=has_entropy_gradient
+        )
+    return PolicyStatistics(logprobs, entropy, sum_squared_probs, norms)
 
 
 def _forward(
@@ -130,7 +133,7 @@ def _has_plain_head(policy: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tens
 
 def _is_head_linear(policy: Any) -> bool:
     head = getattr(policy, "get_output_embeddings", lambda: None)()
-    config = getattr(policy, "config", None)
+    config: Any = getattr(policy, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_changed_after = any(getattr(text, name, None) not in (None, 1, 1.0) for name in _AFTER_THE_HEAD)
     return type(head) is nn.Linear and not is_changed_after

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["SCALARS", "Direction", "Scalar", "declared", "markdown_table", "undeclared"]
@@ -127,7 +127,10 @@ _VALIDATION = (
         "lower",
         (0.0, 0.5),
     ),
+    Scalar("val/rewards_missing_frac", "fraction", "Share of held-out completions without a finite reward", "lower"),
 )
+
+_TEST = tuple(replace(row, name=row.name.replace("val/", "test/", 1)) for row in _VALIDATION)
 
 # The package's own, one block per method, each in its own tuple so that blocks can grow independently.
 _GRPO = (
@@ -165,15 +168,188 @@ _MONITOR = (
     Scalar("rlstab/monitor/weights_moved", "1", "Relative change of a sample of weights since the start", "context"),
 )
 
-_GEPO: tuple[Scalar, ...] = ()
+_GEPO: tuple[Scalar, ...] = (
+    Scalar("rlstab/gepo/advantage_mean", "1", "Mean advantage of the last rollout; about 0 by construction", "context"),
+    Scalar("rlstab/gepo/advantage_std", "1", "Standard deviation of the advantages of the last rollout", "context"),
+    Scalar("rlstab/gepo/advantage_abs_mean", "1", "Mean absolute advantage; 0 means nothing to learn", "context"),
+    Scalar(
+        "rlstab/gepo/advantage_abs_max", "1", "Largest absolute advantage; never above the bound c", "range", (0.0, 4.0)
+    ),
+    Scalar(
+        "rlstab/gepo/zero_spread_frac", "fraction", "Share of completions in groups without spread", "lower", (0.0, 0.9)
+    ),
+    Scalar(
+        "rlstab/gepo/rewards_nan",
+        "count",
+        "NaN rewards left out of their groups in the last rollout",
+        "lower",
+        (0.0, 0.0),
+    ),
+    Scalar(
+        "rlstab/gepo/rewards_inf",
+        "count",
+        "Infinite rewards left out of their groups in the last rollout",
+        "lower",
+        (0.0, 0.0),
+    ),
+    Scalar(
+        "rlstab/gepo/logprobs_non_finite",
+        "count",
+        "Training log-probs that were not finite since the last point",
+        "lower",
+        (0.0, 0.0),
+    ),
+    Scalar(
+        "rlstab/gepo/ratios_non_finite",
+        "count",
+        "Importance ratios that were not finite since the last point",
+        "lower",
+        (0.0, 0.0),
+    ),
+    Scalar("rlstab/gepo/bounded_tokens", "count", "Tokens whose log-ratio was bounded since the last point", "lower"),
+    Scalar(
+        "rlstab/gepo/gradient_is_finite",
+        "1",
+        "1 when the last step's gradient was finite, else 0",
+        "higher",
+        (1.0, 1.0),
+    ),
+    Scalar("rlstab/gepo/grad_norm_level", "1", "Running level of applied gradient norms", "range", (0.0, 5.0)),
+    Scalar("rlstab/gepo/grad_norm_limit", "1", "Gradient norm above which a step is skipped", "context"),
+    Scalar(
+        "rlstab/gepo/skipped_steps", "count", "Steps and micro-batches left out by the guard since the start", "lower"
+    ),
+    Scalar("rlstab/gepo/skip_frac", "fraction", "Recent share of skipped steps", "lower", (0.0, 0.2)),
+    Scalar("rlstab/gepo/releases", "count", "Times the guard took a new level of gradient norms as real", "context"),
+    Scalar("rlstab/gepo/dropped_micro_batches", "count", "Micro-batches left out of the last step", "lower"),
+)
 
-_OPEFO: tuple[Scalar, ...] = ()
+_OPEFO: tuple[Scalar, ...] = (
+    Scalar(
+        "rlstab/opefo/tiny_frac",
+        "fraction",
+        "Share of second moments too small for Adam's eps at the last look",
+        "lower",
+        (0.0, 0.05),
+    ),
+    Scalar("rlstab/opefo/lifted", "count", "Coordinates whose second moment was lifted since the start", "context"),
+    Scalar("rlstab/opefo/residuals_pending", "count", "Skipped gradients on their way back", "context"),
+    Scalar(
+        "rlstab/opefo/residuals_discarded",
+        "count",
+        "Skipped gradients let go: non-finite, zero or pushed out",
+        "context",
+    ),
+    Scalar(
+        "rlstab/opefo/feedback_frac",
+        "1",
+        "Norm fed back in the last step over the norm of its gradient",
+        "range",
+        (0.0, 1.0),
+    ),
+    Scalar("rlstab/opefo/snapshots", "count", "Snapshots taken since the start", "context"),
+    Scalar(
+        "rlstab/opefo/snapshots_refused",
+        "count",
+        "Snapshots not taken because the state was not healthy",
+        "lower",
+        (0.0, 0.0),
+    ),
+    Scalar("rlstab/opefo/rollbacks", "count", "Rollbacks since the start", "lower", (0.0, 0.0)),
+    Scalar(
+        "rlstab/opefo/lr_factor", "1", "Factor on the schedule's learning rate; below 1 after a rollback", "context"
+    ),
+    Scalar("rlstab/opefo/quarantined_prompts", "count", "Prompts set aside after rollbacks", "context"),
+)
 
-_QUATRO: tuple[Scalar, ...] = ()
+_QUATRO: tuple[Scalar, ...] = (
+    Scalar("rlstab/quatro/replay_groups", "count", "Old groups in the last rollout of this rank", "context"),
+    Scalar("rlstab/quatro/replay_frac", "fraction", "Share of old groups since the start", "range", (0.0, 0.5)),
+    Scalar("rlstab/quatro/replay_missing", "count", "Old groups that were due and not in the buffer", "context"),
+    Scalar("rlstab/quatro/replay_buffer", "count", "Groups in this rank's buffer", "context"),
+    Scalar("rlstab/quatro/replay_age_steps", "steps", "Mean age of the replayed groups of the last rollout", "context"),
+    Scalar("rlstab/quatro/kl_coef", "1", "KL coefficient beta, moved by the KL anchor", "range", (0.001, 0.2)),
+    Scalar(
+        "rlstab/quatro/kl_capped",
+        "nats",
+        "Mean per-token KL, each token capped, as the anchor sees it",
+        "range",
+        (0.0, 0.05),
+    ),
+    Scalar("rlstab/quatro/kl_tokens_over_cap", "count", "Tokens whose KL was above the cap in the last step", "lower"),
+    Scalar("rlstab/quatro/entropy_mean", "nats", "Rolling mean token entropy", "range"),
+    Scalar("rlstab/quatro/entropy_floor", "nats", "Entropy under which the floor acts", "context"),
+    Scalar(
+        "rlstab/quatro/entropy_coef",
+        "1",
+        "Coefficient of the floor's entropy bonus; exactly 0 when not needed",
+        "context",
+    ),
+    Scalar(
+        "rlstab/quatro/filtered_{reason}",
+        "count",
+        "Completions left out of the last rollout for this reason",
+        "context",
+    ),
+    Scalar("rlstab/quatro/kept_frac", "fraction", "Share of the last rollout's completions kept", "higher", (0.1, 1.0)),
+    Scalar(
+        "rlstab/quatro/effective_groups",
+        "count",
+        "Groups of the last rollout, all ranks, with a completion kept",
+        "higher",
+    ),
+    Scalar(
+        "rlstab/quatro/idle_rollouts", "count", "Rollouts in a row with nothing left to learn from", "lower", (0.0, 9.0)
+    ),
+)
 
-_GRADLOC: tuple[Scalar, ...] = ()
+_GRADLOC = (
+    Scalar("rlstab/gradloc/threshold", "1", "Gradient norm above which a step counts as a spike", "context"),
+    Scalar("rlstab/gradloc/spikes", "count", "Spikes since the start of the run", "lower", (0.0, 0.0)),
+    Scalar("rlstab/gradloc/culprits", "count", "Tokens named for the spike of this step", "context"),
+    Scalar(
+        "rlstab/gradloc/top_share", "fraction", "Share of the first culprit in the squared gradient norm", "context"
+    ),
+    Scalar(
+        "rlstab/gradloc/completeness",
+        "fraction",
+        "Sum of all tokens' shares; 1 checks the answer",
+        "range",
+        (0.95, 1.05),
+    ),
+    Scalar("rlstab/gradloc/tier", "1", "Rung of the search that answered: 0 flags to 3 bisection", "context"),
+    Scalar(
+        "rlstab/gradloc/cost_sweeps",
+        "1",
+        "Cost of the search in forward+backward sweeps of the step",
+        "lower",
+        (0.0, 2.0),
+    ),
+    Scalar("rlstab/gradloc/remaining_norm", "1", "Gradient norm without the culprits", "range"),
+    Scalar(
+        "rlstab/gradloc/releases",
+        "count",
+        "Times a raised level was accepted as the new usual one",
+        "lower",
+        (0.0, 0.0),
+    ),
+)
 
-_CLIPS: tuple[Scalar, ...] = ()
+_CLIPS = (
+    Scalar(
+        "rlstab/clips/token_frac",
+        "fraction",
+        "Share of loss tokens whose weight TokenClip reduced",
+        "lower",
+        (0.0, 0.1),
+    ),
+    Scalar("rlstab/clips/token_limit", "1", "Head norm above which TokenClip scales a token down", "context"),
+    Scalar(
+        "rlstab/clips/sequence_frac", "fraction", "Share of sequences whose weight SeqClip reduced", "lower", (0.0, 0.1)
+    ),
+    Scalar("rlstab/clips/layers_clipped", "count", "Layers that LayerClip scaled down in this step", "lower"),
+    Scalar("rlstab/clips/smallest_layer_scale", "fraction", "Smallest factor that LayerClip put on a layer", "context"),
+)
 
 _STRATEGY: tuple[Scalar, ...] = ()
 
@@ -183,6 +359,7 @@ SCALARS: dict[str, Scalar] = {
         *_TRL,
         *_LIGHTNING,
         *_VALIDATION,
+        *_TEST,
         *_GRPO,
         *_MONITOR,
         *_GEPO,

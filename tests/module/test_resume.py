@@ -16,7 +16,7 @@ from lightning_rlstab import GRPOModule, PromptDataModule
 ROWS = [{"prompt": f"{number}+1="} for number in range(12)]
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands for a process that is gone."""
 
 
@@ -38,7 +38,7 @@ class Record(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.kill_at is not None and trainer.global_step == self.kill_at:
-            raise Killed
+            raise KilledError
 
 
 def distinct_letters(completions: list[str], **_: Any) -> list[float]:
@@ -82,7 +82,7 @@ def run(tiny_policy: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path) ->
         if kill_at is None:
             trainer.fit(module, data, ckpt_path=resume)
         else:
-            with pytest.raises(Killed):
+            with pytest.raises(KilledError):
                 trainer.fit(module, data)
         return record.losses, {name: weight.clone() for name, weight in module.policy.state_dict().items()}
 
