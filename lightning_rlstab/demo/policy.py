@@ -85,7 +85,7 @@ def digit_policy(tokenizer: Any, *, seed: int = 0) -> nn.Module:
 
 
 def _labelled(tokenizer: Any, rows: Sequence[dict[str, str]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts with their answers, (batch, time) ids, attention mask and labels; labels only on the answer and its end."""
+    """Prompts with answers: (batch, time) ids, attention mask, and labels on the answers and their ends only."""
     texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in rows]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -101,16 +101,16 @@ def warm_start(
     tokenizer: Any,
     *,
     right_share: float = 0.3,
-    target_agreement: float = 0.8,
+    target_agreement: float = 0.85,
     max_steps: int = 400,
     seed: int = 0,
     on_check: Callable[[int, float], None] | None = None,
 ) -> int:
     """Supervised training on a teacher who forgets the carry in most of its examples.
 
-    The policy then answers greedily as if there were no carry, which is right for a quarter of the additions, and samples
-    the true sum now and then: what is left for GRPO is to find out which of the two is rewarded. Stopping at an agreement
-    and not at a step count leaves it the same room for every seed.
+    The policy then answers greedily as if there were no carry, which is right for a quarter of the additions, and
+    samples the true sum now and then: what is left for GRPO is to find out which of the two is rewarded. Stopping at an
+    agreement and not at a step count leaves it the same room for every seed.
 
     Args:
         policy: Changed in place; its dropout must be 0.
