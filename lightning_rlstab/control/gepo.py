@@ -89,9 +89,8 @@ class StepGuardConfig:
         max_total_skips: Skips over the whole run after which it stops.
         skip_frac_alarm: Recent share of skipped steps, in (0, 1], that is worth an alarm.
         drift_ratio: Rise of the level over its lowest value that is worth a warning: slow growth never trips ``ratio``.
-        isolate: What a spike costs when several micro-batches make a step. ``"replay"``: on a spike only, run the
-            window's micro-batches again one by one and leave out the abnormal ones. ``"staging"``: measure every
-            micro-batch as it comes (one extra gradient copy, all the time). ``"step"``: skip the whole step.
+        isolate: What is left out when several micro-batches make a step. ``"staging"``: only the abnormal one; every
+            micro-batch is measured as it comes, which takes one extra gradient copy. ``"step"``: the whole step.
     """
 
     ratio: float = 5.0
@@ -104,7 +103,7 @@ class StepGuardConfig:
     max_total_skips: int = 1000
     skip_frac_alarm: float = 0.2
     drift_ratio: float = 4.0
-    isolate: Literal["replay", "staging", "step"] = "replay"
+    isolate: Literal["staging", "step"] = "staging"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -118,7 +117,7 @@ class StepGuardConfig:
         integer("guard.max_total_skips", self.max_total_skips, at_least=1)
         number("guard.skip_frac_alarm", self.skip_frac_alarm, above=0, at_most=1)
         number("guard.drift_ratio", self.drift_ratio, above=1)
-        choice("guard.isolate", self.isolate, ("replay", "staging", "step"))
+        choice("guard.isolate", self.isolate, ("staging", "step"))
 
 
 @dataclass(frozen=True, kw_only=True)

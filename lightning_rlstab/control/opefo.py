@@ -1,4 +1,4 @@
-"""OPEFO's memories: when to look at the second moments, what is still to be fed back, how to recover from a rollback."""
+"""OPEFO's memories: looks at the second moments, what is still to be fed back, recovery from a rollback."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ class RolloutFilterConfig:
         length_z: The same for the logarithm of a completion's length.
         repetition_max: Largest share of repeated n-grams within a completion, in (0, 1].
         prompt_overlap_max: Largest share of a completion's n-grams that are copied from its prompt, in (0, 1].
+        similarity_max: Largest similarity (self-BLEU) to the other completions of its group, in (0, 1]; None for off:
+            where answers are short, equal right answers are no sign of sickness.
         ngram: Tokens per n-gram.
         no_spread: Whether groups whose rewards are all equal are left out. Their KL term goes with them.
         window: Completions remembered, over all ranks.
@@ -36,6 +38,7 @@ class RolloutFilterConfig:
     length_z: float = 3.5
     repetition_max: float = 0.6
     prompt_overlap_max: float = 0.9
+    similarity_max: float | None = None
     ngram: int = 4
     no_spread: bool = True
     window: int = 512
@@ -50,6 +53,8 @@ class RolloutFilterConfig:
         number("filter.length_z", self.length_z, above=0, advice="Use 3 to 4")
         number("filter.repetition_max", self.repetition_max, above=0, at_most=1)
         number("filter.prompt_overlap_max", self.prompt_overlap_max, above=0, at_most=1)
+        if self.similarity_max is not None:
+            number("filter.similarity_max", self.similarity_max, above=0, at_most=1)
         integer("filter.ngram", self.ngram, at_least=1)
         flag("filter.no_spread", self.no_spread)
         integer("filter.window", self.window, at_least=8)

@@ -199,5 +199,5 @@ def test_values_that_cannot_be_thresholds_are_refused_by_name(config: Any, field
 
 
 def test_an_unknown_way_to_isolate_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'replay'"):
-        StepGuardConfig(isolate="replays")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Did you mean 'staging'"):
+        StepGuardConfig(isolate="stagings")  # type: ignore[arg-type]

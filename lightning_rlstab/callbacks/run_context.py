@@ -1,0 +1,142 @@
+"""What GEPO, OPEFO and QUATRO ask of a run: events, scalars, sums over ranks, per-rank memories, local pieces."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_rlstab.control.protocols import StepGate
+from lightning_rlstab.core.checks import refusal
+from lightning_rlstab.report.events import EventLog
+
+__all__ = ["RunContext", "gate_of", "local", "parameters_of", "switched"]
+
+Settings = TypeVar("Settings")
+
+_MOST_MICRO_BATCHES_UNLOGGED = 50
+
+
+def switched(name: str, value: Any, kind: type[Settings]) -> Settings | None:
+    """The settings of a mechanism, or None for off.
+
+    Args:
+        name: The argument as the user wrote it.
+        value: A record of ``kind``, True for its defaults, False or None for off.
+        kind: The record's class.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> switched("replay", False, dict) is None
+        True
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return kind()
+    if not isinstance(value, kind):
+        raise refusal(name, f"be a {kind.__name__}, true or false", value)
+    return value
+
+
+def gate_of(trainer: pl.Trainer) -> StepGate:
+    """The strategy's step gate.
+
+    Raises:
+        ValueError: If the strategy has none.
+    """
+    if isinstance(trainer.strategy, StepGate):
+        return trainer.strategy
+    advice = 'Use strategy="rlstab", "rlstab_ddp" or "rlstab_fsdp"'
+    raise refusal("strategy", "have a step gate", type(trainer.strategy).__name__, advice)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece of a sharded tensor that lies on this rank, sharing its memory; a plain tensor is its own piece."""
+    with torch.no_grad():
+        piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return piece.detach()
+
+
+class RunContext:
+    """One run as seen from a callback; make it in ``on_train_start``, on every rank.
+
+    Args:
+        trainer: The Trainer of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every rank
+        self._events = EventLog(self.folder / "events.jsonl")
+        sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+        self.replicas = int(sampling["num_replicas"]) if sampling else 1
+        self.replica = int(sampling["rank"]) if sampling else 0
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write an event line, on rank 0 only."""
+        if self._trainer.is_global_zero:
+            self._events.write(kind, step=self._trainer.global_step, **fields)
+
+    @property
+    def is_log_due(self) -> bool:
+        """Whether scalars are written after this step: by the Trainer's interval, at least every 50 micro-batches."""
+        accumulation = self._trainer.accumulate_grad_batches
+        asked = int(self._trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        interval = min(asked, max(_MOST_MICRO_BATCHES_UNLOGGED // accumulation, 1))
+        return interval > 0 and self._trainer.global_step % interval == 0
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Write scalars now; for ``on_train_batch_end``, where ``global_step`` has already moved on."""
+        for logger in self._trainer.loggers:
+            logger.log_metrics(dict(values), step=max(self._trainer.global_step - 1, 0))
+
+    def gathered(self, value: Tensor) -> Tensor:
+        """``value`` of every replica, stacked in a new first dimension; shapes must be equal on all ranks."""
+        if self._trainer.world_size == 1:
+            return value.unsqueeze(0)
+        rows: Tensor = self._trainer.strategy.all_gather(value.to(self._trainer.strategy.root_device))
+        world_size = self._trainer.world_size
+        return rows.reshape(world_size, *value.shape)[:: world_size // self.replicas]
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Sum over replicas, in one collective."""
+        return self.gathered(value).sum(0)
+
+    def agreed(self, is_fine: bool) -> bool:
+        """Whether something holds on all ranks."""
+        if self._trainer.world_size == 1:
+            return is_fine
+        return bool(self._trainer.strategy.reduce_boolean_decision(is_fine, all=True))
+
+    def per_rank(self, state: Any) -> list[Any]:
+        """A memory of plain types and tensors of every rank, in rank order, the same list on all ranks."""
+        if self._trainer.world_size == 1:
+            return [state]
+        device = self._trainer.strategy.root_device
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+        sizes = self._every_rank(torch.tensor(payload.numel(), device=device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: payload.numel()] = payload
+        rows = self._every_rank(padded).cpu()
+        pairs = zip(rows, sizes, strict=True)
+        return [torch.load(io.BytesIO(row[:size].numpy().tobytes()), weights_only=True) for row, size in pairs]
+
+    def _every_rank(self, value: Tensor) -> Tensor:
+        rows: Tensor = self._trainer.strategy.all_gather(value)
+        return rows.reshape(self._trainer.world_size, *value.shape)
+
+
+def parameters_of(trainer: pl.Trainer) -> list[torch.nn.Parameter]:
+    """The optimizers' trainable parameters in a fixed order; sharded ones where the strategy shards."""
+    groups: Iterable[Any] = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]

@@ -1,0 +1,54 @@
+"""How callbacks that intervene tell each other: structural types only, beside ``protocols``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_rlstab.control.protocols import GradientNorms, Vote
+
+__all__ = ["DroppedGradientHook", "GradientGuard", "Rewindable", "RolloutOwner", "VoteBook"]
+
+
+@runtime_checkable
+class GradientGuard(Protocol):
+    """A callback that judges the gradient; whoever adds to the gradient must come after it in the list of callbacks."""
+
+    guards_gradient: bool
+
+
+@runtime_checkable
+class DroppedGradientHook(Protocol):
+    """Told of every gradient that a guard leaves out, at the moment when ``.grad`` holds just that gradient."""
+
+    def on_gradient_dropped(self, trainer: Any, pl_module: Any, norms: GradientNorms) -> None:
+        """Look at ``.grad`` now; it will be gone. Called on all ranks."""
+        ...
+
+
+@runtime_checkable
+class VoteBook(Protocol):
+    """A step gate that shows the votes cast so far in this optimizer step."""
+
+    @property
+    def pending_votes(self) -> Sequence[Vote]:
+        """This rank's votes, in order."""
+        ...
+
+
+@runtime_checkable
+class Rewindable(Protocol):
+    """A callback whose memory goes back together with the weights when a run is rolled back."""
+
+    def rewind(self, trainer: Any, pl_module: Any, state: Mapping[str, Any]) -> None:
+        """Take over the memory that ``state_dict`` gave when the snapshot was taken."""
+        ...
+
+
+@runtime_checkable
+class RolloutOwner(Protocol):
+    """A module that holds a rollout over several training steps."""
+
+    def discard_rollout(self) -> None:
+        """Let what is left of the current rollout go; the next training step samples a new one."""
+        ...
