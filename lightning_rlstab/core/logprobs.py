@@ -10,7 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from lightning_rlstab.core.masked import at_least_float32
 
-__all__ = ["LOGPROB_FLOOR", "TokenStatistics", "floored_logprobs", "position_ids", "token_statistics"]
+__all__ = [
+    "LOGPROB_FLOOR",
+    "TokenStatistics",
+    "floored_logprobs",
+    "position_ids",
+    "possible_tokens",
+    "token_statistics",
+]
 
 LOGPROB_FLOOR = -100.0
 """Lowest log-probability that enters a loss, nats: e^-100 is 0 for every purpose, and differences stay finite."""
@@ -263,6 +270,31 @@ def floored_logprobs(logprobs: Tensor, floor: float = LOGPROB_FLOOR) -> Tensor:
         tensor([  -1.5000, -100.0000])
     """
     return at_least_float32(logprobs).clamp(min=floor)
+
+
+def possible_tokens(mask: Tensor, *logprobs: Tensor | None) -> Tensor:
+    """The mask without tokens that one of the policies gives probability 0 (log-probability -inf).
+
+    Such a token cannot have been sampled from that policy (a cut-off vocabulary, a suppressed token), so no ratio
+    exists for it. Replacing its -inf by 0 would count it as certain; it has to leave numerator and denominator alike,
+    so close it before tokens are counted. NaN stays open: that is an error to be seen.
+
+    Args:
+        mask: (batch, time) bool or 0/1.
+        *logprobs: (batch, time) nats, or None.
+
+    Returns:
+        (batch, time) bool.
+
+    Example:
+        >>> possible_tokens(torch.tensor([[1, 1]]), torch.tensor([[-1.0, -torch.inf]]))
+        tensor([[ True, False]])
+    """
+    is_open = mask.bool()
+    for values in logprobs:
+        if values is not None:
+            is_open = is_open & (values != -torch.inf)
+    return is_open
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
