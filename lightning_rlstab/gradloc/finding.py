@@ -56,6 +56,7 @@ class Finding:
         completeness: Sum of all shares, 1 when the answer is whole; None when shares were not taken.
         effective_tokens: Participation number of the shares; None when shares were not taken.
         layers: (layer, share of the spike's squared norm), largest first.
+        strip: Weight of every token of the first culprit's sequence in the spike; empty when weights were not taken.
         cost_sweeps: Work spent, in forward+backward sweeps over the step.
         backward_probes: Masked backward passes spent.
         is_budget_exhausted: Whether the search ended because its budget did.
@@ -71,6 +72,7 @@ class Finding:
     completeness: float | None = None
     effective_tokens: float | None = None
     layers: tuple[tuple[str, float], ...] = ()
+    strip: tuple[float, ...] = ()
     cost_sweeps: float = 0.0
     backward_probes: int = 0
     is_budget_exhausted: bool = False

@@ -159,7 +159,7 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight))
     sequence = _dominant_sequence(weight, case.mismatch)
     if sequence is not None and not case.mismatch.is_systematic:
-        return _sequence_finding(case, sequence, values, blank)
+        return _with_strip(_sequence_finding(case, sequence, values, blank), weight)
     largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
     if float(largest.sum()) < _DOMINANT_SHARE:
         return blank
@@ -168,12 +168,21 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     if not case.is_explained(confirmed.remaining):
         return blank
     culprits = tuple(_culprit(case, address, part, values) for address, part in confirmed.tokens)
-    return _token_finding(case, culprits, confirmed.remaining, blank)
+    return _with_strip(_token_finding(case, culprits, confirmed.remaining, blank), weight)
+
+
+def _with_strip(finding: Finding, weight: Tensor) -> Finding:
+    if not finding.culprits:
+        return finding
+    strip = weight[finding.culprits[0].address[:3]]
+    return dataclasses.replace(finding, strip=tuple(round(value, 6) for value in strip.tolist()))
 
 
 def _token_finding(case: _Case, culprits: tuple[Culprit, ...], remaining: float | None, blank: Finding) -> Finding:
     has_mismatch = any(culprit.cause.endswith("_mismatch") for culprit in culprits)
-    if case.layers and not has_mismatch:
+    # A single token often sits in the head or the embedding; only blocks can be said to have exploded on it.
+    has_exploded_block = bool(case.layers) and case.layers[0].rpartition(".")[2].isdigit()
+    if has_exploded_block and not has_mismatch:
         culprits = tuple(dataclasses.replace(culprit, cause="layer") for culprit in culprits)
         return dataclasses.replace(blank, verdict="layer", culprits=culprits, remaining_norm=remaining)
     if case.mismatch.is_systematic and not any(culprit.cause == "token_mismatch" for culprit in culprits):

@@ -45,10 +45,10 @@ def nonfinite_finding(
     flagged = _flagged_tokens(oracle)
     notes: list[str] = []
     tier, probes, is_exhausted = 0, 0, False
-    if len({address[:3] for address in flagged}) == int(oracle.signals.mask.any(dim=-1).sum()) and (
-        spoiled := oracle.nonfinite_parameters()
-    ):
-        return _parameter_finding(oracle, threshold, spoiled)
+    if any(place in ("hidden_state", "logprob") for place in flagged.values()):
+        spoiled = oracle.nonfinite_parameters()
+        if spoiled:
+            return _parameter_finding(oracle, threshold, spoiled)
     if not flagged:
         tier = 3
         result = bisection(oracle, tau_token=math.inf, budget=budget, is_reusing_parent=False)
@@ -80,7 +80,7 @@ def nonfinite_finding(
 
 
 def _parameter_finding(oracle: GradientOracle, threshold: float, names: tuple[str, ...]) -> Finding:
-    """Every sequence is spoiled because the weights are: no token is to blame, no clean gradient exists."""
+    """The weights themselves are spoiled: no token is to blame, and leaving some out would not help the next step."""
     return Finding(
         verdict="numeric",
         culprits=(),
@@ -99,7 +99,7 @@ def _listed(names: tuple[str, ...]) -> str:
 def _flagged_tokens(oracle: GradientOracle) -> dict[TokenAddress, str]:
     """First flagged token of each sequence, with the earliest place on the path.
 
-    Attention carries one NaN to every later token of its sequence, so the first one is the culprit; values that belong
+    Attention carries one NaN to other tokens of its sequence, so one address stands for all of them; values that belong
     to a single token (its log-probs, ratio, loss) flag every token they were seen at.
     """
     signals = oracle.signals
@@ -123,8 +123,9 @@ def _flagged_tokens(oracle: GradientOracle) -> dict[TokenAddress, str]:
 def _culprit(oracle: GradientOracle, address: TokenAddress, place: str) -> Culprit:
     signals = oracle.signals
     if place in ("hidden_state", "logprob"):
-        layer = oracle.first_nonfinite_layer(address)
-        place = f"{place} of {layer}" if layer else place
+        origin = oracle.first_nonfinite(address)
+        if origin is not None:
+            address, place = address._replace(token=origin[0]), f"{place} of {origin[1]}"
     ratio = float(signals.log_ratios[address])
     return Culprit(
         address=address,

@@ -41,7 +41,8 @@ class WindowSignals:
         slope: Float32, dL/dlogprob of each token, L being the mean over ranks of the summed token losses.
         logprobs: Float32 nats, of the policy in training.
         head_norms: Float32 closed-form gradient norms of the output projection, or None when they were not recorded.
-        log_ratios: Float32 nats, ``logprobs - behavior_logprobs``; NaN where the sampler's are unknown.
+        log_ratios: Float32 nats, ``logprobs - behavior_logprobs``, or ``logprobs - old_logprobs`` where that is farther
+            from 0 or the sampler's are unknown; NaN where neither is known.
         token_ids: Int64.
         advantages: (micro_batch, rank, sequence) float32.
         nonfinite: Bool tensors by the place where a non-finite value was seen, in the order of the training path.
@@ -96,15 +97,20 @@ class GradientOracle(Protocol):
         grad_norm: ||g||; inf or NaN when any entry is.
         layer_norms: Norm of g per layer by name.
         cost_sweeps: Work done so far, in forward+backward sweeps over the step.
-        base_losses: Linearised token losses at theta, if the training forward made them with the arithmetic of
-            ``linear_losses``, so that one may be subtracted from the other; else None.
     """
 
     signals: WindowSignals
     grad_norm: float
     layer_norms: Mapping[str, float]
     cost_sweeps: float
-    base_losses: Tensor | None
+
+    @property
+    def base_losses(self) -> Tensor | None:
+        """Linearised token losses at theta, as ``linear_losses``; None if the training forward ran in lower precision.
+
+        Only losses made with the same arithmetic may be subtracted from each other.
+        """
+        ...
 
     def linear_losses(self, shift: float, sequences: Tensor | None = None) -> Tensor:
         """c_t * logprob_t of every token at theta + shift * g/||g||, without a backward; theta is restored bit for bit.
@@ -144,8 +150,11 @@ class GradientOracle(Protocol):
         """
         ...
 
-    def first_nonfinite_layer(self, address: TokenAddress) -> str | None:
-        """The layer whose forward output is the first with a non-finite value in this token's sequence, or None."""
+    def first_nonfinite(self, address: TokenAddress) -> tuple[int, str] | None:
+        """The token of this sequence that brings a non-finite value into the forward, and the first layer to show it.
+
+        None when every layer's output is finite.
+        """
         ...
 
     def nonfinite_parameters(self) -> tuple[str, ...]:

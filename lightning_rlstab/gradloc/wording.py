@@ -34,7 +34,8 @@ def event_fields(
     Returns:
         Plain data: ``grad_norm``, ``threshold``, ``action``, ``tier``, ``completeness``, ``cost_sweeps``, ``verdict``,
         ``culprits`` (each with its address, text, context, share, norm, ratio, cause and layers), and beside these
-        ``remaining_norm``, ``effective_tokens``, ``layers`` of the whole spike, ``notes`` and ``summary``.
+        ``remaining_norm``, ``effective_tokens``, ``layers`` of the whole spike, ``strip`` (the first culprit's
+        sequence: its token texts and each one's weight in the spike), ``notes`` and ``summary``.
     """
     culprits = [_culprit_fields(culprit, signals, decode, context_tokens) for culprit in finding.culprits]
     return {
@@ -51,6 +52,7 @@ def event_fields(
         "backward_probes": finding.backward_probes,
         "is_budget_exhausted": finding.is_budget_exhausted,
         "layers": _layers(finding.layers),
+        "strip": _strip(finding, signals, decode),
         "notes": list(finding.notes),
         "summary": spike_sentence(finding, action=action, decode=decode),
     }
@@ -74,6 +76,15 @@ def _culprit_fields(culprit: Culprit, signals: WindowSignals, decode: Decoder, c
         "cause": culprit.cause,
         "layers": _layers(culprit.layers),
     }
+
+
+def _strip(finding: Finding, signals: WindowSignals, decode: Decoder) -> dict[str, Any] | None:
+    if not finding.strip:
+        return None
+    place = finding.culprits[0].address[:3]
+    shown = [token for token, is_open in enumerate(signals.mask[place].tolist()) if is_open]
+    ids = signals.token_ids[place].tolist()
+    return {"texts": [decode([ids[token]]) for token in shown], "weights": [finding.strip[token] for token in shown]}
 
 
 def _context(token_ids: Tensor, mask: Tensor, token: int, decode: Decoder, width: int) -> str:

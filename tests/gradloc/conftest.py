@@ -60,7 +60,7 @@ class VectorOracle:
         self.generator = torch.Generator().manual_seed(0)
         self.rows_run: list[int] = []
         self.shifts: list[float] = []
-        self.layer_of_fault: str | None = "layers.1"
+        self.origin_of_fault: tuple[int, str] | None = (4, "layers.1")
         self.spoiled_parameters: tuple[str, ...] = ()
 
     @staticmethod
@@ -119,8 +119,8 @@ class VectorOracle:
         self.remaining = self._sum(self.signals.mask & ~tokens)
         return float(self.remaining.norm())
 
-    def first_nonfinite_layer(self, address: TokenAddress) -> str | None:
-        return self.layer_of_fault
+    def first_nonfinite(self, address: TokenAddress) -> tuple[int, str] | None:
+        return self.origin_of_fault
 
     def nonfinite_parameters(self) -> tuple[str, ...]:
         return self.spoiled_parameters
