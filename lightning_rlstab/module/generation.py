@@ -43,7 +43,7 @@ class HFSampler:
         pad_token_id: Id of the padding; by default the tokenizer's, and without one its end-of-sequence id.
         eos_token_ids: Ids that end a completion; by default the tokenizer's and all that the model declares.
         is_eval_mode: Sample without dropout. False leaves every module in the mode it is in.
-        synced_gpus: Passed to ``generate``: False when the weights are whole on every process; None lets it decide.
+        synced_gpus: Passed to ``generate``, True where every forward is a collective; None finds out by itself.
         is_prefill_shared: Run equal neighbouring prompts through the model once; only where no collective is involved.
 
     Example:
@@ -103,14 +103,20 @@ class HFSampler:
         processors: list[Any] = [recorder]
         if configuration.do_sample and not any(getattr(configuration, name, None) for name in _RARE_KNOBS):
             processors += [*_warpers(configuration), TokenDraw()]
-            configuration = _without_own_draw(configuration)
+            configuration = _greedy(configuration)
+        elif not configuration.do_sample:
+            configuration = _greedy(configuration)
+        has_collectives = _has_collectives(policy)
+        # Left alone, `generate` reduces over all ranks for every token whenever the model was ever sharded, also where
+        # the weights are whole on each of them.
+        synced_gpus = False if self.synced_gpus is None and not has_collectives else self.synced_gpus
         extra: dict[str, Any] = {"tokenizer": self._processing_class} if configuration.stop_strings else {}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_sampling_modes(policy, is_eval_mode=self.is_eval_mode))
             stack.enter_context(_own_generation_config(model, configuration))
             stack.enter_context(_autocast_cache_cleared())
-            if self.is_prefill_shared:
+            if self.is_prefill_shared and not has_collectives:  # ranks have different prompts: no branch on these
                 extra |= _shared_prefill(policy, model, prompt_ids, prompt_mask)
             if seed is not None:
                 stack.enter_context(_seeded(prompt_ids.device, seed))
@@ -120,7 +126,7 @@ class HFSampler:
                 attention_mask=prompt_mask.long(),
                 generation_config=configuration,
                 logits_processor=processors,
-                synced_gpus=self.synced_gpus,
+                synced_gpus=synced_gpus,
                 **extra,
             )
         completion_ids = sequences[:, prompt_ids.shape[1] :]
@@ -213,6 +219,12 @@ def _generating_model(policy: Any) -> Any:
     return model
 
 
+def _has_collectives(policy: nn.Module) -> bool:
+    """Whether a forward talks to other ranks: parameters are sharded now, or modules gather them when called."""
+    is_wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in policy.modules())
+    return is_wrapped or any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in policy.parameters())
+
+
 def _within_context(model: Any, prompt_mask: Tensor, max_new_tokens: int) -> int:
     """``max_new_tokens``, cut where prompt and completion would leave the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -255,7 +267,8 @@ def _warpers(configuration: Any) -> list[Any]:
     return warpers
 
 
-def _without_own_draw(configuration: Any) -> Any:
+def _greedy(configuration: Any) -> Any:
+    # Without the sampling fields, about which transformers would warn when nothing is sampled.
     from transformers import GenerationConfig
 
     fields = {**configuration.to_dict(), "do_sample": False, **dict.fromkeys(_PLAIN_KNOBS)}
@@ -332,17 +345,10 @@ def _shared_prefill(policy: Any, model: Any, prompt_ids: Tensor, prompt_mask: Te
     """Keywords for ``generate`` with the prompts' cache, all but the last token; empty if it cannot be shared."""
     from transformers import DynamicCache
 
-    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
     has_virtual_tokens = bool(getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False))
     is_stateful = bool(getattr(model, "_is_stateful", False)) or model.config.is_encoder_decoder
     parameters = inspect.signature(model.forward).parameters
-    if (
-        is_sharded
-        or has_virtual_tokens
-        or is_stateful
-        or "logits_to_keep" not in parameters
-        or prompt_ids.shape[1] == 1
-    ):
+    if has_virtual_tokens or is_stateful or "logits_to_keep" not in parameters or prompt_ids.shape[1] == 1:
         return {}
     both = torch.stack([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
     rows, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
