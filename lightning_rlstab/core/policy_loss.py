@@ -286,7 +286,7 @@ def _selected(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 def _surrogate_terms(inputs: LossInputs, settings: LossSettings, mask: Tensor) -> SurrogateTerms:
     logprobs = _selected(inputs.logprobs, mask)
-    old = logprobs.detach() if inputs.old_logprobs is None else _selected(inputs.old_logprobs, mask)
+    old = logprobs.detach() if inputs.old_logprobs is None else _selected(inputs.old_logprobs.detach(), mask)
     advantages = at_least_float32(inputs.advantages)
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
@@ -358,7 +358,7 @@ def _kl(inputs: LossInputs, settings: LossSettings, terms: SurrogateTerms) -> Te
             f"`reference_logprobs` must be given while beta is {settings.beta}, got None. "
             "Add a reference model or set beta to 0."
         )
-    kl = kl_k3(terms.logprobs, _selected(inputs.reference_logprobs, terms.mask))
+    kl = kl_k3(terms.logprobs, _selected(inputs.reference_logprobs.detach(), terms.mask))
     return kl * terms.ratio if settings.use_bias_correction_kl else kl
 
 

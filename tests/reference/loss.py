@@ -103,7 +103,7 @@ def row_losses(row: Row, threshold: float, options: Options) -> list[float]:
     length = len(row.logprobs)
     log_ratios = [p - o for p, o in zip(row.logprobs, row.old, strict=True)]
     if options.level == "sequence":
-        log_ratios = [sum(log_ratios) / length] * length
+        log_ratios = [sum(log_ratios) / max(length, 1)] * length
     drift = sum(b - p for p, b in zip(row.logprobs, row.behavior, strict=True)) / max(length, 1)
     is_dropped = options.off_policy_threshold is not None and row.advantage < 0 and drift > options.off_policy_threshold
     losses = []
