@@ -55,7 +55,7 @@ from lightning_rlstab.module.reference import reference_context, reference_of, s
 from lightning_rlstab.module.reward_model import reward_suite
 from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker, loss_tokens, shuffled, with_advantages
 from lightning_rlstab.module.settings import GRPOSettings, settings_from_trl
-from lightning_rlstab.module.token_signals import token_signals, without_gradient
+from lightning_rlstab.module.token_signals import head_signals, token_signals, without_gradient
 from lightning_rlstab.module.trl_inputs import trl_loss
 from lightning_rlstab.report.events import EventLog
 from lightning_rlstab.rollout.metrics import logged_metrics, rollout_readings
@@ -118,6 +118,7 @@ class GRPOModule(pl.LightningModule):
         self.rewards = reward_suite(reward_funcs, reward_processing_classes, self.settings)
         self.advantage_estimator: AdvantageEstimator | None = None
         self.window: list[WindowEntry] = []
+        self.forward_signals: dict[str, Tensor] = {}
         self.entropy_bonus = EntropyBonus(coef=self.settings.entropy_coef)
         self.processing_class = processing_class
         self.sampler = sampler
@@ -408,6 +409,7 @@ class GRPOModule(pl.LightningModule):
             entropy_threshold=self._entropy_threshold(statistics.entropy, rollout.completion_mask),
             num_items=rollout.num_items,
         )
+        self.forward_signals = head_signals(statistics)
         for hook in self._loss_hooks:
             inputs = hook.on_policy_loss(self.trainer, self, inputs)
         settings = dataclasses.replace(self.loss_settings, entropy_coef=self._entropy_coef())

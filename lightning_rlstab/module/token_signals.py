@@ -11,7 +11,20 @@ from torch import Tensor
 from lightning_rlstab.core.policy_loss import LossInputs, PolicyLoss
 from lightning_rlstab.module.forward import PolicyStatistics
 
-__all__ = ["token_signals", "without_gradient"]
+__all__ = ["head_signals", "token_signals", "without_gradient"]
+
+
+def head_signals(statistics: PolicyStatistics) -> dict[str, Tensor]:
+    """What hooks of the loss may know of the forward beyond ``LossInputs``: the head norm's ingredients, detached.
+
+    Args:
+        statistics: The forward's statistics.
+
+    Returns:
+        (batch, time) ``sum_squared_probs`` and, where a callback asked for token signals, ``hidden_norms``.
+    """
+    signals = {"sum_squared_probs": statistics.sum_squared_probs.detach()}
+    return signals if statistics.hidden_norms is None else {**signals, "hidden_norms": statistics.hidden_norms}
 
 
 def without_gradient(inputs: LossInputs) -> LossInputs:
