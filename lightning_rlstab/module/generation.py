@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rlstab.core.checks import nearest_name, refusal
+from lightning_rlstab.module.sampling_state import (
+    own_generation_config,
+    sampling_modes,
+    seeded,
+)
 from lightning_rlstab.module.token_draw import LogprobRecorder, TokenDraw
 from lightning_rlstab.rollout.sampler import Samples, SamplingSettings
 
@@ -113,13 +118,12 @@ class HFSampler:
         extra: dict[str, Any] = {"tokenizer": self._processing_class} if configuration.stop_strings else {}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_sampling_modes(policy, is_eval_mode=self.is_eval_mode))
-            stack.enter_context(_own_generation_config(model, configuration))
-            stack.enter_context(_autocast_cache_cleared())
+            stack.enter_context(sampling_modes(policy, is_eval_mode=self.is_eval_mode))
+            stack.enter_context(own_generation_config(model, configuration))
             if self.is_prefill_shared and not has_collectives:  # ranks have different prompts: no branch on these
                 extra |= _shared_prefill(policy, model, prompt_ids, prompt_mask)
             if seed is not None:
-                stack.enter_context(_seeded(prompt_ids.device, seed))
+                stack.enter_context(seeded(prompt_ids.device, seed))
             stack.enter_context(recorder.attached(model))
             sequences = policy.generate(
                 input_ids=prompt_ids,
@@ -273,72 +277,6 @@ def _greedy(configuration: Any) -> Any:
 
     fields = {**configuration.to_dict(), "do_sample": False, **dict.fromkeys(_PLAIN_KNOBS)}
     return GenerationConfig(**fields)
-
-
-@contextmanager
-def _sampling_modes(policy: nn.Module, *, is_eval_mode: bool) -> Iterator[None]:
-    # Flags are set one by one: `eval()` followed by `train()` would wake up modules that were frozen in eval mode.
-    modules = list(policy.modules())
-    modes = [module.training for module in modules]
-    # In train mode, checkpointed layers drop the KV cache and generation becomes quadratic.
-    checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing") is True]
-    try:
-        for module in checkpointed:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        if is_eval_mode:
-            for module in modules:
-                module.training = False
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        for module in checkpointed:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-
-
-@contextmanager
-def _own_generation_config(model: Any, configuration: Any) -> Iterator[None]:
-    # `generate` fills every field that is None from the model's own settings, e.g. a top-k or a penalty that the
-    # model's folder recommends for chatting.
-    before = model.generation_config
-    model.generation_config = type(configuration)()
-    try:
-        yield
-    finally:
-        model.generation_config = before
-
-
-@contextmanager
-def _autocast_cache_cleared() -> Iterator[None]:
-    # Inside autocast, weights cast under no_grad are cached without gradient, and the training forward of the same
-    # step would use these copies: the weights would get no gradient at all.
-    try:
-        yield
-    finally:
-        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
-            torch.clear_autocast_cache()
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    # Not torch.manual_seed: it would reseed the generators of all devices, also of those not restored here.
-    if device.type == "cpu":
-        source: Any = torch.default_generator
-        before = source.get_state()
-        source.manual_seed(seed)
-        try:
-            yield
-        finally:
-            source.set_state(before)
-        return
-    source = torch.get_device_module(device)
-    before = source.get_rng_state(device)
-    with source.device(device):
-        source.manual_seed(seed)
-    try:
-        yield
-    finally:
-        source.set_rng_state(before, device)
 
 
 def _shared_prefill(policy: Any, model: Any, prompt_ids: Tensor, prompt_mask: Tensor) -> dict[str, Any]:

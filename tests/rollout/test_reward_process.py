@@ -32,6 +32,11 @@ VERIFIERS = """
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "LOCAL_RANK")
         return [float(sum(name in os.environ for name in names)) + 10 * ("KEPT" in os.environ)] * len(completions)
 
+    def alone_only(completions, **kwargs):
+        if len(completions) > 1:
+            threading.Event().wait()
+        return [1.0]
+
     def fragile(completions, **kwargs):
         if "bad" in completions:
             raise LookupError("no such answer")
@@ -151,6 +156,28 @@ def test_what_a_hanging_verifier_started_is_killed_with_it(verifiers: Any, tmp_p
     children = [int(pid) for pid in path.read_text().split()]
     assert children
     assert all(_has_ended(pid) for pid in children)
+
+
+def test_a_search_for_hanging_rows_ends_when_its_time_is_used_up(
+    verifiers: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_rlstab.rollout.reward_process._SEARCH_LIMITS", 1)
+    suite = RewardSuite(verifiers.patient, time_limit_seconds=1.0)
+    table = scored(suite, ["a", "hang", "hang", "bb"])
+    assert table.timed_out[:, 0].tolist() == [False, True, True, True]
+    assert "3 of 4 rows are left out, the untried ones among them" in caplog.text
+    suite.close()
+
+
+def test_a_batch_that_is_slow_only_as_a_whole_keeps_all_its_values(
+    verifiers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    suite = RewardSuite(verifiers.alone_only, time_limit_seconds=1.0)
+    table = scored(suite, ["a", "b"])
+    assert table.weighted.tolist() == [1.0, 1.0]
+    assert not table.timed_out.any()
+    assert "raise the time limit" in caplog.text
+    suite.close()
 
 
 def test_functions_that_another_process_cannot_import_are_refused(verifiers: Any) -> None:
