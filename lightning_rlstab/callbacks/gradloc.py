@@ -138,9 +138,7 @@ class GradLoc(pl.Callback):
         if isinstance(strategy, GradientProbe) and isinstance(strategy, StepGate):
             self._probe, self._read_norms = strategy, strategy.gradient_norms
             return
-        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-        listed = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
-        plain = PlainProbe({names[id(p)]: p for p in listed if p.requires_grad})
+        plain = PlainProbe.of(pl_module, trainer.optimizers)
         self._probe, self._read_norms = plain, plain.gradient_norms
 
     # The step ---------------------------------------------------------------------------------------------------------

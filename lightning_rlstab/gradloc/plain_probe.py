@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +57,18 @@ class PlainProbe:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         self._aside: list[dict[str, Tensor]] = []
+
+    @classmethod
+    def of(cls, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> PlainProbe:
+        """The probe of a module's parameters that these optimizers train.
+
+        Args:
+            module: Gives the names.
+            optimizers: Give the parameters and their order.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        listed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        return cls({names[id(parameter)]: parameter for parameter in listed if parameter.requires_grad})
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Qualified name to parameter."""
