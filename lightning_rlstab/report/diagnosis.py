@@ -1,0 +1,142 @@
+"""Diagnosis of a whole run: the live monitor's rules over its curves, ranked by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rlstab.report.causes import CAUSES
+from lightning_rlstab.report.memory import Finding, MonitorConfig, MonitorState
+from lightning_rlstab.report.monitor import is_watched, restarted, step
+from lightning_rlstab.report.run import Reading, Run, canonical_series
+
+__all__ = ["HARD_CAUSES", "Diagnosis", "diagnose", "ranked"]
+
+HARD_CAUSES = ("nan_reward", "nan_logprobs", "nan_loss", "nan_gradient", "gradient_spike")
+_GENERIC = "reward_collapse"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a run, the first cause first.
+
+    Attributes:
+        findings: Ranked by cause.
+        readings: Steps that were looked at.
+        missing: Signals that rules need and the run never logged.
+    """
+
+    findings: tuple[Finding, ...]
+    readings: int
+    missing: tuple[str, ...] = ()
+
+    @property
+    def alarms(self) -> tuple[Finding, ...]:
+        """Findings that are more than notices."""
+        return tuple(finding for finding in self.findings if finding.is_alarm)
+
+    @property
+    def is_healthy(self) -> bool:
+        """No alarm, and something was looked at."""
+        return self.readings > 0 and not self.alarms
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return {
+            "is_healthy": self.is_healthy,
+            "readings": self.readings,
+            "missing": list(self.missing),
+            "findings": [finding_as_dict(finding) for finding in self.findings],
+        }
+
+
+def finding_as_dict(finding: Finding) -> dict[str, Any]:
+    """One finding with the words of its cause, as plain types; this is also the payload of an ``alarm`` event."""
+    cause = CAUSES[finding.cause]
+    return {
+        "cause": finding.cause,
+        "title": cause.title,
+        "severity": cause.severity,
+        "death": cause.death,
+        "first_step": finding.first_step,
+        "alarm_step": finding.alarm_step,
+        "last_step": finding.last_step,
+        "rule": finding.rule,
+        "figures": dict(finding.figures),
+        "suspect": cause.suspect,
+        "action": cause.action,
+    }
+
+
+def diagnose(run: Run, config: MonitorConfig | None = None) -> Diagnosis:
+    """Run the monitor's rules over a run, life after life.
+
+    Args:
+        run: The run.
+        config: Thresholds; None for the defaults.
+
+    Returns:
+        The diagnosis. Rules whose signals were not logged stay silent and are listed in ``missing``.
+    """
+    settings = config or MonitorConfig()
+    state = MonitorState()
+    for number, life in enumerate(_lives(run)):
+        for index, reading in enumerate(life):
+            if number and not index:
+                has_died = any(cause in state.findings for cause in HARD_CAUSES)
+                state = restarted(state, at_step=reading.step, has_died=has_died)
+            state, _ = step(settings, state, reading)
+    return Diagnosis(ranked(state.findings.values()), state.readings, _missing(run.series))
+
+
+def _lives(run: Run) -> Iterable[Iterable[Reading]]:
+    if len(run.lives) <= 1:
+        yield run.readings(filter(is_watched, run.series))
+        return
+    for life in run.lives:
+        curves = canonical_series(life.series)
+        part = Run(run.path, curves)
+        yield part.readings(filter(is_watched, curves))
+
+
+def _missing(series: Mapping[str, Any]) -> tuple[str, ...]:
+    wanted = ("reward", "entropy", "kl", "grad_norm", "loss", "frac_reward_zero_std", "completions/clipped_ratio")
+    return tuple(name for name in (*wanted, "val/reward") if name not in series)
+
+
+def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings in the order of causes: what explains others comes before them, else the earlier first, notices last.
+
+    Args:
+        findings: In any order.
+
+    Returns:
+        The first cause first.
+    """
+    rest = sorted(findings, key=lambda finding: (not finding.is_alarm, finding.alarm_step, _place(finding)))
+    order: list[Finding] = []
+    while rest:
+        head = next((one for one in rest if not any(_explains(other, one) for other in rest)), rest[0])
+        order.append(head)
+        rest.remove(head)
+    return tuple(order)
+
+
+def _place(finding: Finding) -> int:
+    return list(CAUSES).index(finding.cause)
+
+
+def _explains(cause: Finding, effect: Finding) -> bool:
+    """Whether one finding accounts for the other: it is known to, and it did not begin after it."""
+    if effect.cause == _GENERIC:  # a falling reward follows from everything
+        return cause.is_alarm and cause.cause != _GENERIC and cause.first_step <= effect.alarm_step
+    if effect.cause not in CAUSES[cause.cause].explains:
+        return False
+    if cause.cause == "restart_death":
+        return True
+    if CAUSES[cause.cause].death == "idle":  # dated exactly, but recognised late
+        return cause.first_step < effect.alarm_step
+    # What shows in a single step is dated exactly, trends only to within their own length.
+    slack = 0 if cause.cause in HARD_CAUSES else max(10, 3 * (effect.alarm_step - effect.first_step))
+    return cause.first_step <= effect.first_step + slack
