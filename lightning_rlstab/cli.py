@@ -169,8 +169,9 @@ class RLStabCLI(LightningCLI):
         if trainer.get("logger") is None and "logger" not in kwargs:
             root = trainer.get("default_root_dir") or "runs"
             kwargs["logger"] = TensorBoardLogger(save_dir=root, name=None, default_hp_metric=False)
-        extra = [] if not self._wants_rich(trainer) else [RichProgressBar(leave=True)]
-        kwargs["callbacks"] = [*kwargs.get("callbacks", []), *extra]
+        if self._wants_rich(trainer):
+            given = kwargs.get("callbacks", trainer.get("callbacks")) or []
+            kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), RichProgressBar(leave=True)]
         return super().instantiate_trainer(**kwargs)
 
     @staticmethod
