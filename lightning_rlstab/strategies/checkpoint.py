@@ -35,6 +35,7 @@ class CheckpointMixin(Strategy):
     applied_steps: int
     skipped_steps: int
     _saved_generators: Mapping[str, Any] | None = None
+    _is_within_epoch = False
 
     @property
     def collectives(self) -> Collectives:
@@ -51,7 +52,10 @@ class CheckpointMixin(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save with the gate's counters and the generator states of every rank; called on all ranks."""
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
         checkpoint[_KEY] = {
+            "is_within_epoch": progress.current.ready > 0 and not progress.is_last_batch,
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "generators": self.collectives.gathered_objects(generator_states(self.captured_rng())),
@@ -74,6 +78,7 @@ class CheckpointMixin(Strategy):
         if record is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         self.applied_steps, self.skipped_steps = record["applied_steps"], record["skipped_steps"]
+        self._is_within_epoch = record["is_within_epoch"]
         saved, world_size = record["generators"], self.collectives.world_size
         if len(saved) == world_size:
             self._saved_generators = saved[getattr(self, "global_rank", 0)]
@@ -90,12 +95,12 @@ class CheckpointMixin(Strategy):
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
-    def on_train_start(self) -> None:
-        """Continue the generators' streams of a run that was saved between two epochs."""
-        super().on_train_start()
+    def process_dataloader(self, dataloader: object) -> object:
+        """Continue the streams of a run saved between two epochs: the next thing to draw is the new data iterator."""
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.completed == 0:
+        if self.lightning_module.trainer.training and not self._is_within_epoch:
             self._continue_streams()
+        return super().process_dataloader(dataloader)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue the streams of a run saved within an epoch: making the data iterator anew has drawn from them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +13,19 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_rlstab.core.checks import choice, flag, refusal
 from lightning_rlstab.strategies.checkpoint import is_sharded
 from lightning_rlstab.strategies.gate import StepGateMixin
+from lightning_rlstab.strategies.materialize import fill_from_rank0, materialize
 from lightning_rlstab.strategies.mesh import REPLICATE, SHARD, check_sharded, mesh_sizes, replicated_mesh
 from lightning_rlstab.strategies.optimizer_state import by_name, by_position, parameter_order
 from lightning_rlstab.strategies.sharding import fsdp_modules, roots, shard, whole_weights
@@ -116,6 +118,7 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs)
+        self._units: list[FSDPModule] = []
         self.replicate_size = replicate_size
         self.compute_dtype = _DTYPES[choice("compute_dtype", compute_dtype, _DTYPES)]
         self.block_classes = block_classes
@@ -164,17 +167,9 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         if flat:
             rule = "not be wrapped in FSDP1 (`FullyShardedDataParallel`)"
             raise refusal(flat[0] or type(module).__name__, rule, "FSDP1", "Leave sharding to the strategy")
-        policy = MixedPrecisionPolicy()
-        if self.compute_dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         for _, root in roots(module):
-            shard(
-                root,
-                self.shard_mesh,
-                block_classes=self.block_classes,
-                policy=policy,
-                reshard_after_forward=self.reshard_after_forward,
-            )
+            self._shard(root)
+        self._units = fsdp_modules(module)
         size, tensor_size = self.device_mesh["data_parallel"].size(), self.device_mesh["tensor_parallel"].size()
         check_sharded(module, shard_size=size // self.replicate_size, tensor_size=tensor_size)
 
@@ -185,7 +180,8 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         """
         self.reshard()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(policy, options=options)
+        weights: dict[str, Any] = get_model_state_dict(policy, options=options)
+        return weights
 
     def on_train_start(self) -> None:
         """Refuse ranks with different numbers of batches, which would wait for each other for ever."""
@@ -210,10 +206,40 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
             advice = "Let the Trainer's distributed sampler pad them, or drop the last ones"
             raise refusal("dataloader", rule, [int(row) for row in rows], advice)
 
+    def _shard(self, root: nn.Module) -> None:
+        policy = MixedPrecisionPolicy()
+        if self.compute_dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        shard(
+            root,
+            self.shard_mesh,
+            block_classes=self.block_classes,
+            policy=policy,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
+    def loaded(self, load: Callable[[], nn.Module], empty: Callable[[], nn.Module]) -> nn.Module:
+        """A sharded model whose weights only rank 0 has read; call it in ``configure_model``.
+
+        The other ranks never hold more than their shards and one weight in transit.
+
+        Args:
+            load: Makes the model with its weights on the CPU; called on rank 0 only.
+            empty: Makes the same model; called on every rank with the meta device as default.
+
+        Returns:
+            The model on this rank's device, in the mode ``empty`` left it in.
+        """
+        with torch.device("meta"):
+            module = empty()
+        self._shard(module)
+        materialize(module, self.root_device)
+        fill_from_rank0(module, load, is_global_zero=self.is_global_zero)
+        return module
+
     def reshard(self) -> None:
         """Give up every whole weight; FSDP2's roots keep theirs after a forward that no backward follows."""
-        assert self.lightning_module is not None
-        for unit in fsdp_modules(self.lightning_module):
+        for unit in self._units:
             unit.reshard()
 
     @property

@@ -194,6 +194,9 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
         if self._staging.is_all_dropped:
             self._votes.append(Vote(source="strategy", action="skip", reason="every micro-batch was dropped"))
         self._is_voting = False
+        # A callback's forward without backward leaves FSDP2's root whole; after the update it would answer with the old
+        # weights.
+        self.reshard()
         votes, self._votes = self._votes, []
         verdict = merged_verdict(votes, self.collectives, fingerprint=self._staging.fingerprint)
         self._last_verdict = verdict

@@ -58,8 +58,7 @@ class Watcher(pl.Callback):
         self.kept["verdicts"].append(trainer.strategy.last_verdict)
         self.kept["weights"].append([whole(p) for p in pl_module.parameters()])
         self.kept["rates"].append(optimizer.param_groups[0]["lr"])
-        states = [s for s in optimizer.state.values()]
-        self.kept["state"].append([[whole(v) for v in s.values()] for s in states])
+        self.kept["state"].append([[whole(v) for v in s.values()] for s in optimizer.state.values()])
 
 
 class Dropper(pl.Callback):

@@ -74,6 +74,7 @@ class Prober(pl.Callback):
         before = {n: local(p).clone() for n, p in gate.trainable_parameters().items()}
         grads = {n: local(p.grad).clone() for n, p in gate.trainable_parameters().items()}
         norm = gate.gradient_norms().total
+        look(gate, pl_module)  # FSDP2's root keeps its whole weights after a forward without backward
         sides = [swept(gate, pl_module, sign * 1e-3 / norm) for sign in (1, -1)]
         slope = (sides[0] - sides[1]) / 2e-3
         with gate.stashed_gradients():
@@ -87,6 +88,7 @@ class Prober(pl.Callback):
             aside = swept(gate, pl_module, 1e-3 / norm)
         same = all(torch.equal(before[n], local(p)) for n, p in gate.trainable_parameters().items())
         back = all(torch.equal(grads[n], local(p.grad)) for n, p in gate.trainable_parameters().items())
+        look(gate, pl_module)
         self.found.append(
             {"norm": norm, "slope": slope, "again": again, "same": same and back, "sides": [sides[0], inside, aside]}
         )
@@ -95,6 +97,12 @@ class Prober(pl.Callback):
 def local(tensor):
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def look(gate, module):
+    with gate.replayed_rng({}):
+        module.token_losses(module.window[0][0])
 
 
 @torch.no_grad()
