@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,20 +22,18 @@ from lightning_rlstab.control.protocols import (
 )
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLoss, policy_loss
-from lightning_rlstab.module.completions import log_completions
 from lightning_rlstab.module.cycle import RolloutCycle
 from lightning_rlstab.module.entropy import EntropyBonus, entropy_threshold_over
 from lightning_rlstab.module.evaluation import HeldOutMetrics
 from lightning_rlstab.module.export import save_policy
-from lightning_rlstab.module.first_rollout import first_rollout_check
 from lightning_rlstab.module.forward import (
     PolicyStatistics,
     attention_mask_of,
     has_dropout,
-    policy_logprobs,
     policy_statistics,
 )
 from lightning_rlstab.module.generation import HFSampler
+from lightning_rlstab.module.held_out import HeldOutEvaluation
 from lightning_rlstab.module.optimizer import clipped_gradient_norm, default_optimizer, default_schedule
 from lightning_rlstab.module.plan import RolloutPlan
 from lightning_rlstab.module.policy import (
@@ -48,19 +44,18 @@ from lightning_rlstab.module.policy import (
     with_lora,
 )
 from lightning_rlstab.module.prompt_loaders import PromptBatch
-from lightning_rlstab.module.random_state import device_rng_state, random_state, restore_random_state, sampling_seed
-from lightning_rlstab.module.ranks import Ranks, full_state_dict, generation_ready
-from lightning_rlstab.module.readings import StepReadings, advantage_readings
-from lightning_rlstab.module.reference import reference_context, reference_of, sync_reference
+from lightning_rlstab.module.random_state import device_rng_state, random_state, restore_random_state
+from lightning_rlstab.module.ranks import Ranks, full_state_dict
+from lightning_rlstab.module.readings import StepReadings
+from lightning_rlstab.module.reference import reference_of, sync_reference
 from lightning_rlstab.module.reward_model import reward_suite
-from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker, loss_tokens, shuffled, with_advantages
+from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker
 from lightning_rlstab.module.settings import GRPOSettings, settings_from_trl
 from lightning_rlstab.module.token_signals import head_signals, token_signals, without_gradient
+from lightning_rlstab.module.training_rollout import training_rollout
 from lightning_rlstab.module.trl_inputs import trl_loss
-from lightning_rlstab.report.events import EventLog
-from lightning_rlstab.rollout.metrics import logged_metrics, rollout_readings
 from lightning_rlstab.rollout.records import Rollout
-from lightning_rlstab.rollout.sampler import Sampler, SamplingSettings
+from lightning_rlstab.rollout.sampler import Sampler
 
 __all__ = ["GRPOModule"]
 
@@ -70,7 +65,25 @@ _STATE_KEY = "rlstab_grpo"
 _PROGRESS_BAR = ("reward", "kl", "entropy", "grad_norm")
 
 
-class GRPOModule(pl.LightningModule):
+class Hooks(NamedTuple):
+    """The Trainer's callbacks by what they want to change, each in the Trainer's order."""
+
+    scored: list[RolloutScoredHook]
+    ready: list[RolloutReadyHook]
+    loss: list[PolicyLossHook]
+
+    @classmethod
+    def of(cls, callbacks: Iterable[Any]) -> Hooks:
+        """Sort ``callbacks`` by the hook protocols they implement."""
+        every = list(callbacks)
+        return cls(
+            scored=[callback for callback in every if isinstance(callback, RolloutScoredHook)],
+            ready=[callback for callback in every if isinstance(callback, RolloutReadyHook)],
+            loss=[callback for callback in every if isinstance(callback, PolicyLossHook)],
+        )
+
+
+class GRPOModule(HeldOutEvaluation):
     """Group-relative policy optimization of a causal language model.
 
     Once per ``steps_per_generation * num_iterations`` micro-batches the policy continues every prompt of the batch
@@ -172,26 +185,6 @@ class GRPOModule(pl.LightningModule):
             per_device_eval_batch_size=settings.per_device_eval_batch_size,
         )
 
-    @property
-    def sampling(self) -> SamplingSettings:
-        """How training completions are sampled."""
-        return SamplingSettings(
-            **{field.name: getattr(self.settings, field.name) for field in dataclasses.fields(SamplingSettings)}
-        )
-
-    @property
-    def held_out_sampling(self) -> SamplingSettings:
-        """How held-out completions are sampled; ``eval_temperature`` 0 is greedy."""
-        temperature, sampling = self.settings.eval_temperature, self.sampling
-        if temperature is None:
-            return sampling
-        if temperature == 0:
-            greedy = {**(sampling.generation_kwargs or {}), "do_sample": False}
-            return dataclasses.replace(
-                sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=None, generation_kwargs=greedy
-            )
-        return dataclasses.replace(sampling, temperature=temperature)
-
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -224,12 +217,10 @@ class GRPOModule(pl.LightningModule):
         self.processing_class = load_processing_class(
             self._model, self.processing_class, trust_remote_code=self.settings.trust_remote_code
         )
-        self._ranks = Ranks(self.trainer)
-        hooks = self.trainer.callbacks  # type: ignore[attr-defined]
-        self._scored_hooks = [hook for hook in hooks if isinstance(hook, RolloutScoredHook)]
-        self._ready_hooks = [hook for hook in hooks if isinstance(hook, RolloutReadyHook)]
-        self._loss_hooks = [hook for hook in hooks if isinstance(hook, PolicyLossHook)]
-        self._needs_token_signals = any(getattr(hook, "needs_token_signals", False) for hook in hooks)
+        self.ranks = Ranks(self.trainer)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        self.hooks = Hooks.of(callbacks)
+        self._needs_token_signals = any(getattr(hook, "needs_token_signals", False) for hook in callbacks)
 
     def _begin_run(self) -> None:
         """What needs the policy where it will run; called before the first batch of every run."""
@@ -237,16 +228,17 @@ class GRPOModule(pl.LightningModule):
             if self.settings.use_vllm:
                 raise refusal("use_vllm", "be false without a sampler of its own", True, "Give `sampler` an engine")
             self.sampler = HFSampler(self.processing_class)
-        self._maker = RolloutMaker(
+        self.maker = RolloutMaker(
             sampler=self.sampler,
             rewards=self.rewards.to(self.device),
             processing_class=self.processing_class,
             settings=self.settings,
-            context_length=context_length(self._policy),
+            context_length=context_length(self.ready_policy),
         )
 
     @property
-    def _policy(self) -> nn.Module:
+    def ready_policy(self) -> nn.Module:
+        """The policy, loaded if it was not."""
         if self.policy is None or not self._is_configured:
             self.configure_model()
         assert self.policy is not None
@@ -254,9 +246,20 @@ class GRPOModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Put the policy into training mode: ``from_pretrained`` and Lightning both leave it as it was loaded."""
-        self._policy.train()
+        self.ready_policy.train()
         self._begin_run()
-        self._has_dropout = has_dropout(self._policy)
+        self._has_dropout = has_dropout(self.ready_policy)
+        rows = getattr(getattr(self.trainer, "datamodule", None), "train_rows", None)
+        if rows:
+            self.rewards.check([column for column in rows[0] if column != "prompt"])
+
+    def teardown(self, stage: str) -> None:
+        """Stop the reward functions' worker processes.
+
+        Args:
+            stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        """
+        self.rewards.close()
 
     def on_validation_start(self) -> None:
         """Make the rollout maker when there is no ``fit`` around this evaluation."""
@@ -268,7 +271,7 @@ class GRPOModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW and ``lr_scheduler_type``, or whatever callables the constructor was given."""
-        parameters = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.ready_policy.parameters() if parameter.requires_grad]
         if not parameters:
             raise refusal("model", "have trainable parameters", 0, "Unfreeze some, or give a `peft_config`")
         optimizer = self._optimizer(parameters) if self._optimizer else default_optimizer(parameters, self.settings)
@@ -277,86 +280,6 @@ class GRPOModule(pl.LightningModule):
         else:
             schedule = default_schedule(optimizer, self.settings, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-    # Rollout ----------------------------------------------------------------------------------------------------------
-
-    def _rollout(self, batch: PromptBatch) -> Rollout:
-        """Sample and score a whole generation batch, then add advantages and the log-probs that the loss needs."""
-        settings, index = self.settings, self._cycle.rollouts_made
-        with generation_ready(self.trainer.strategy, self._policy):
-            rollout = self._maker.sampled(
-                self._policy,
-                batch.rows,
-                batch.prompt_ids,
-                num_generations=settings.num_generations,
-                sampling=self.sampling,
-                seed=sampling_seed(settings.seed, "train", index, self._ranks.replica),
-                policy_step=self.global_step,
-                device=self.device,
-            )
-        if index == 0:
-            self._check_first(rollout)
-        with self._ranks.failing_together():
-            rollout, table = self._maker.scored(rollout, self._trainer_state())
-        rollout = loss_tokens(rollout, is_truncated_masked=settings.mask_truncated_completions)
-        for scored_hook in self._scored_hooks:
-            rollout = scored_hook.on_rollout_scored(self.trainer, self, rollout)
-        rollout, estimate = with_advantages(
-            rollout,
-            settings=settings,
-            weights=torch.tensor(self.rewards.weights),
-            ranks=self._ranks,
-            estimator=self.advantage_estimator,
-        )
-        num_items = float(self._ranks.summed(rollout.completion_mask.sum()))
-        rollout = self._with_logprobs(rollout.replace(num_items=num_items))
-        for ready_hook in self._ready_hooks:
-            rollout = ready_hook.on_rollout_ready(self.trainer, self, rollout)
-        self._readings.add_rollout({**rollout_readings(rollout, table, estimate), **advantage_readings(rollout)})
-        self._logged_by_rewards = logged_metrics(self._ranks.gathered_objects(table.metrics))
-        if settings.log_completions:
-            log_completions(self.trainer, self._ranks, rollout, table, shown=settings.num_completions_to_print)
-        return shuffled(rollout, sampling_seed(settings.seed, "shuffle", index, self._ranks.replica))
-
-    def _check_first(self, rollout: Rollout) -> None:
-        """Compare the sampler with the training forward before anything was updated."""
-        settings = self.settings
-        if rollout.behavior_logprobs is None:
-            return
-        report = first_rollout_check(
-            self._policy,
-            rollout,
-            temperature=settings.temperature,
-            rows=min(len(rollout), settings.per_device_train_batch_size),
-        )
-        if self.trainer.is_global_zero and self.trainer.log_dir is not None:
-            event = {name: value for name, value in dataclasses.asdict(report).items() if name != "message"}
-            EventLog(Path(self.trainer.log_dir) / "events.jsonl").write(
-                "self_check", step=self.global_step, text=report.message, **event
-            )
-
-    def _with_logprobs(self, rollout: Rollout) -> Rollout:
-        settings = self.settings
-        forward = functools.partial(
-            policy_logprobs,
-            rollout=rollout,
-            temperature=settings.temperature,
-            rows_per_forward=settings.per_device_train_batch_size,
-        )
-        # A rollout that outlives an optimizer step is trained on by a newer policy than the one it is compared with.
-        is_outliving = self.trainer.accumulate_grad_batches % self.rollout_plan.cycle_length != 0
-        if is_outliving or self.loss_settings.vllm_importance_sampling_correction:
-            rollout = rollout.replace(old_logprobs=forward(self._policy))
-        if settings.beta != 0.0:
-            with reference_context(self._policy, self.reference) as reference:
-                rollout = rollout.replace(reference_logprobs=forward(reference))
-        return rollout
-
-    def _trainer_state(self) -> Any:
-        from transformers import TrainerState
-
-        trainer = self.trainer
-        return TrainerState(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
 
     # Loss -------------------------------------------------------------------------------------------------------------
 
@@ -370,8 +293,15 @@ class GRPOModule(pl.LightningModule):
         Returns:
             The loss, 0-d, multiplied by ``accumulate_grad_batches`` to undo Lightning's division.
         """
+        if not isinstance(batch, PromptBatch):
+            raise TypeError(
+                f"`train_dataloaders` must yield PromptBatch, got {type(batch).__name__}. Give the rows to PromptDataModule."
+            )
         if self._cycle.is_missing(batch.cycle_step):
-            self._cycle.begin(self._rollout(batch), self.rollout_plan.steps_per_generation)
+            rollout = training_rollout(self, batch, index=self._cycle.rollouts_made)
+            self._readings.add_rollout(rollout.readings)
+            self._logged_by_rewards = rollout.logged
+            self._cycle.begin(rollout.rows, self.rollout_plan.steps_per_generation)
         position, window_size = self._place_in_window(batch_idx)
         if position == 0:
             self.window.clear()
@@ -410,7 +340,7 @@ class GRPOModule(pl.LightningModule):
             num_items=rollout.num_items,
         )
         self.forward_signals = head_signals(statistics)
-        for hook in self._loss_hooks:
+        for hook in self.hooks.loss:
             inputs = hook.on_policy_loss(self.trainer, self, inputs)
         settings = dataclasses.replace(self.loss_settings, entropy_coef=self._entropy_coef())
         entry.token_weights = inputs.token_weights
@@ -427,7 +357,7 @@ class GRPOModule(pl.LightningModule):
             inputs,
             entry.constants["settings"],
             accumulation=entry.constants["accumulation"],
-            world_size=self._ranks.replicas,
+            world_size=self.ranks.replicas,
         )
 
     def token_losses(self, entry: WindowEntry, *, token_mask: Tensor | None = None) -> Tensor:
@@ -460,7 +390,7 @@ class GRPOModule(pl.LightningModule):
             Log-probs and entropies (with gradient where the loss needs it) and what else is known of each token.
         """
         return policy_statistics(
-            self._policy,
+            self.ready_policy,
             rollout.prompt_ids,
             rollout.prompt_mask,
             rollout.completion_ids,
@@ -477,7 +407,7 @@ class GRPOModule(pl.LightningModule):
 
     def _entropy_threshold(self, entropy: Tensor, mask: Tensor) -> Tensor | None:
         quantile = self.loss_settings.top_entropy_quantile
-        return entropy_threshold_over(self._ranks, entropy, mask, quantile) if quantile < 1.0 else None
+        return entropy_threshold_over(self.ranks, entropy, mask, quantile) if quantile < 1.0 else None
 
     def loss_from_trl_inputs(self, inputs: Mapping[str, Any], *, accumulation: int) -> Tensor:
         """The loss of one micro-batch given as TRL's ``GRPOTrainer.compute_loss`` takes it: the door for parity checks.
@@ -493,7 +423,7 @@ class GRPOModule(pl.LightningModule):
         """
         steps = self.settings.steps_per_generation or accumulation
         return trl_loss(
-            self._policy,
+            self.ready_policy,
             inputs,
             dataclasses.replace(
                 self.loss_settings, steps_per_generation=steps, entropy_coef=self.entropy_bonus.applied(self.settings)
@@ -517,7 +447,7 @@ class GRPOModule(pl.LightningModule):
         self._log_readings(optimizer)
 
     def _log_readings(self, optimizer: Optimizer) -> None:
-        metrics, entropy = self._readings.metrics(self._ranks)
+        metrics, entropy = self._readings.metrics(self.ranks)
         metrics |= self._logged_by_rewards
         self._logged_by_rewards = {}
         self.entropy_bonus = self.entropy_bonus.after_step(entropy, self.settings)
@@ -561,77 +491,7 @@ class GRPOModule(pl.LightningModule):
         if not settings.sync_ref_model or self.reference is None:
             return
         if self._is_window_over(batch_idx) and self.global_step % settings.ref_model_sync_steps == 0:
-            sync_reference(self._policy, self.reference, settings.ref_model_mixup_alpha)
-
-    # Evaluation -------------------------------------------------------------------------------------------------------
-
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Sample and score held-out prompts.
-
-        Args:
-            batch: Held-out prompts of this rank.
-            batch_idx: Index of the batch.
-        """
-        self._evaluate(batch, batch_idx)
-
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """As :meth:`validation_step`, on the test prompts."""
-        self._evaluate(batch, batch_idx)
-
-    def _evaluate(self, batch: PromptBatch, batch_idx: int) -> None:
-        rollout = self._held_out_completions(batch, batch_idx)
-        with self._ranks.failing_together():
-            rollout, _ = self._maker.scored(rollout, self._trainer_state())
-        repeats = self.rollout_plan.eval_generations
-        is_padding = torch.tensor(batch.is_padding, device=self.device).repeat_interleave(repeats)
-        self.held_out.update(rollout, is_padding)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the held-out scores as ``val/...``."""
-        self._log_held_out("val/")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the held-out scores as ``test/...``."""
-        self._log_held_out("test/")
-
-    def _log_held_out(self, prefix: str) -> None:
-        scores = {name.replace("val/", prefix, 1): value for name, value in self.held_out.scalars().items()}
-        self.log_dict(scores, prog_bar=False, batch_size=1)
-        self.held_out.reset()
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        """Completions for prompts.
-
-        Args:
-            batch: Prompts.
-            batch_idx: Index of the batch.
-
-        Returns:
-            One record per completion: ``prompt``, ``completion``, and the row's other columns.
-        """
-        rollout = self._held_out_completions(batch, batch_idx)
-        return [
-            {
-                "prompt": prompt,
-                "completion": completion,
-                **{name: rollout.columns[name][row] for name in rollout.columns},
-            }
-            for row, (prompt, completion) in enumerate(zip(rollout.prompts, rollout.completions, strict=True))
-        ]
-
-    def _held_out_completions(self, batch: PromptBatch, batch_idx: int) -> Rollout:
-        settings = self.settings
-        with generation_ready(self.trainer.strategy, self._policy):
-            return self._maker.sampled(
-                self._policy,
-                batch.rows,
-                batch.prompt_ids,
-                num_generations=self.rollout_plan.eval_generations,
-                sampling=self.held_out_sampling,
-                seed=sampling_seed(settings.seed, "held-out", batch_idx, self._ranks.replica),
-                policy_step=self.global_step,
-                device=self.device,
-            )
+            sync_reference(self.ready_policy, self.reference, settings.ref_model_mixup_alpha)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -641,7 +501,7 @@ class GRPOModule(pl.LightningModule):
         checkpoint[_STATE_KEY] = {
             "entropy_bonus": dataclasses.asdict(self.entropy_bonus),
             "readings": self._readings.state_dict(),
-            "ranks": self._ranks.gathered_objects(own),
+            "ranks": self.ranks.gathered_objects(own),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -679,7 +539,7 @@ class GRPOModule(pl.LightningModule):
             The directory.
         """
         strategy = None if self._trainer is None else self._trainer.strategy
-        weights = full_state_dict(strategy, self._policy)
+        weights = full_state_dict(strategy, self.ready_policy)
         if strategy is None or strategy.is_global_zero:
-            save_policy(self._policy, self.processing_class, directory, is_merged=is_merged, state_dict=weights)
+            save_policy(self.ready_policy, self.processing_class, directory, is_merged=is_merged, state_dict=weights)
         return Path(directory)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlstab.core.advantages import GroupAdvantages, combined_rewards
+from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.module.prompts import is_conversational, prompt_tokens, tokenized_prompts
 from lightning_rlstab.module.ranks import Ranks
 from lightning_rlstab.module.settings import GRPOSettings
@@ -17,7 +18,7 @@ from lightning_rlstab.rollout.records import Rollout
 from lightning_rlstab.rollout.rewards import RewardSuite, RewardTable
 from lightning_rlstab.rollout.sampler import Sampler, SamplingSettings
 
-__all__ = ["AdvantageEstimator", "RolloutMaker", "loss_tokens", "shuffled", "with_advantages"]
+__all__ = ["AdvantageEstimator", "RolloutMaker", "loss_tokens", "shuffled", "trainer_state", "with_advantages"]
 
 AdvantageEstimator = Callable[[Tensor, Tensor], GroupAdvantages]
 """Rewards (N,) and group ids (N,) to advantages; replaces the default estimator when a callback sets one."""
@@ -161,6 +162,7 @@ def with_advantages(
     """
     assert rollout.rewards_per_func is not None
     assert rollout.rewards is not None
+    _check_groups(rollout)
     if estimator is not None:
         estimate = estimator(rollout.rewards, rollout.group_ids)
         return rollout.replace(advantages=estimate.advantages), estimate
@@ -181,6 +183,19 @@ def with_advantages(
     return rollout.replace(advantages=estimate.advantages), estimate
 
 
+def _check_groups(rollout: Rollout) -> None:
+    """A group's completions must answer one prompt, or their rewards cannot be compared."""
+    first: dict[int, Any] = {}
+    for group, prompt in zip(rollout.group_ids.tolist(), rollout.prompts, strict=True):
+        if first.setdefault(group, prompt) != prompt:
+            raise refusal(
+                "group_ids",
+                "be one id per prompt",
+                group,
+                f"Group {group} holds the prompts {first[group]!r} and {prompt!r}; give each prompt an id of its own",
+            )
+
+
 def _own_rows(estimate: GroupAdvantages, rows: slice) -> GroupAdvantages:
     return replace(
         estimate,
@@ -189,6 +204,17 @@ def _own_rows(estimate: GroupAdvantages, rows: slice) -> GroupAdvantages:
         scale_std=estimate.scale_std[rows],
         has_spread=estimate.has_spread[rows],
     )
+
+
+def trainer_state(trainer: Any) -> Any:
+    """The Trainer's progress as the ``transformers.TrainerState`` that reward functions know from TRL.
+
+    Args:
+        trainer: The Lightning Trainer.
+    """
+    from transformers import TrainerState
+
+    return TrainerState(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
 
 
 def loss_tokens(rollout: Rollout, *, is_truncated_masked: bool) -> Rollout:
