@@ -40,29 +40,8 @@ class Evaluation:
         return float(loss_error), float((difference / size).sqrt())
 
 
-def _tokenizer() -> Any:
-    """A byte-level tokenizer built in code: 256 bytes and three special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    specials = ["<pad>", "<bos>", "<eos>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate([*specials, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
-    )
-
-
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return _tokenizer()
-
-
-@pytest.fixture(scope="session")
-def tiny_policy() -> nn.Module:
+def policy(byte_tokenizer: Any) -> nn.Module:
     """A 2-layer Qwen2 with weights large enough for uneven distributions."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -78,15 +57,15 @@ def tiny_policy() -> nn.Module:
         tie_word_embeddings=False,
         initializer_range=0.3,
         attention_dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        pad_token_id=byte_tokenizer.pad_token_id,
+        bos_token_id=byte_tokenizer.bos_token_id,
+        eos_token_id=byte_tokenizer.eos_token_id,
     )
     return Qwen2ForCausalLM(config)
 
 
 @pytest.fixture(scope="session")
-def trl_trainer(tiny_policy: nn.Module, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trl_trainer(policy: nn.Module, byte_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A GRPOTrainer that never trains; its fields are set per case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,11 +86,11 @@ def trl_trainer(tiny_policy: nn.Module, tokenizer: Any, tmp_path_factory: pytest
             temperature=TEMPERATURE,
         )
         return GRPOTrainer(
-            model=copy.deepcopy(tiny_policy),
+            model=copy.deepcopy(policy),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=config,
             train_dataset=Dataset.from_list([{"prompt": "ab"}] * 12),
-            processing_class=tokenizer,
+            processing_class=byte_tokenizer,
         )
 
 
@@ -296,29 +275,29 @@ def loss_from_inputs(
 
 
 @pytest.fixture(scope="session")
-def core_evaluation(tiny_policy: nn.Module) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
+def core_evaluation(policy: nn.Module) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
     """Loss, gradient and readings of the core, which forms the train/inference ratio itself."""
 
     def evaluate(case: Case, inputs: dict[str, Tensor]) -> Evaluation:
-        tiny_policy.train(case.is_training)
-        tiny_policy.zero_grad(set_to_none=True)
-        made = loss_from_inputs(tiny_policy, inputs, case.settings(), case.accumulation, is_training=case.is_training)
+        policy.train(case.is_training)
+        policy.zero_grad(set_to_none=True)
+        made = loss_from_inputs(policy, inputs, case.settings(), case.accumulation, is_training=case.is_training)
         made.loss.backward()
         readings = {name: value.item() for name, value in made.readings.items()}
-        return Evaluation(made.loss.detach(), [p.grad.clone() for p in tiny_policy.parameters()], readings)
+        return Evaluation(made.loss.detach(), [p.grad.clone() for p in policy.parameters()], readings)
 
     return evaluate
 
 
 @pytest.fixture(scope="session")
-def module_evaluation(tiny_policy: nn.Module, tokenizer: Any) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
+def module_evaluation(policy: nn.Module, byte_tokenizer: Any) -> Callable[[Case, dict[str, Tensor]], Evaluation]:
     """Loss and gradient through the module's front door; one module whose settings are exchanged."""
     from lightning_rlstab import GRPOModule
 
     module = GRPOModule(
-        model=tiny_policy,
+        model=policy,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        processing_class=tokenizer,
+        processing_class=byte_tokenizer,
         temperature=TEMPERATURE,
         steps_per_generation=STEPS_PER_GENERATION,
     )
@@ -329,11 +308,11 @@ def module_evaluation(tiny_policy: nn.Module, tokenizer: Any) -> Callable[[Case,
         module.loss_settings = module.settings.loss_settings(steps_per_generation=STEPS_PER_GENERATION)
         module.entropy_bonus = dataclasses.replace(module.entropy_bonus, coef=case.entropy_coef)
         module.train(case.is_training)
-        tiny_policy.train(case.is_training)
-        tiny_policy.zero_grad(set_to_none=True)
+        policy.train(case.is_training)
+        policy.zero_grad(set_to_none=True)
         loss = module.loss_from_trl_inputs(inputs, accumulation=case.accumulation)
         loss.backward()
-        return Evaluation(loss.detach(), [p.grad.clone() for p in tiny_policy.parameters()])
+        return Evaluation(loss.detach(), [p.grad.clone() for p in policy.parameters()])
 
     return evaluate
 
