@@ -110,6 +110,14 @@ class RunContext:
         """Sum over replicas, in one collective."""
         return self.gathered(value).sum(0)
 
+    def reduced(self, value: Tensor) -> Tensor:
+        """Elementwise sum over all ranks, in one collective."""
+        if self._trainer.world_size == 1:
+            return value
+        total = self._trainer.strategy.reduce(value, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
+
     def agreed(self, is_fine: bool) -> bool:
         """Whether something holds on all ranks."""
         if self._trainer.world_size == 1:
