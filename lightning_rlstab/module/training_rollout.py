@@ -113,9 +113,10 @@ def _check_first(module: GRPOModule, rollout: Rollout) -> None:
         temperature=settings.temperature,
         rows=min(len(rollout), settings.per_device_train_batch_size),
     )
-    if trainer.is_global_zero and trainer.log_dir is not None:
+    log_dir = trainer.log_dir  # a broadcast: on every rank
+    if trainer.is_global_zero and log_dir is not None:
         event = {name: value for name, value in asdict(report).items() if name != "message"}
-        events = EventLog(Path(trainer.log_dir) / "events.jsonl")
+        events = EventLog(Path(log_dir) / "events.jsonl")
         events.write("self_check", step=module.global_step, text=report.message, **event)
 
 
