@@ -295,7 +295,8 @@ class GRPOModule(HeldOutEvaluation):
         """
         if not isinstance(batch, PromptBatch):
             raise TypeError(
-                f"`train_dataloaders` must yield PromptBatch, got {type(batch).__name__}. Give the rows to PromptDataModule."
+                f"`train_dataloaders` must yield PromptBatch, got {type(batch).__name__}. "
+                "Give the rows to PromptDataModule."
             )
         if self._cycle.is_missing(batch.cycle_step):
             rollout = training_rollout(self, batch, index=self._cycle.rollouts_made)
