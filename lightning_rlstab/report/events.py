@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_rlstab.core.checks import choice, integer, refusal
 
-__all__ = ["EVENT_KINDS", "SCHEMA_VERSION", "EventLog", "number_from_json", "read_events"]
+__all__ = ["EVENT_KINDS", "SCHEMA_VERSION", "EventLog", "EventTail", "number_from_json", "read_events"]
 
 SCHEMA_VERSION = 1
 
@@ -123,6 +123,38 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if is_text_seen and not events:
         raise refusal("events file", "hold one JSON object per line", str(file), "Give a file written by EventLog")
     return events
+
+
+class EventTail:
+    """Reads what was appended since the last look; for whoever shows events while they are written.
+
+    Args:
+        path: The file; it need not exist yet.
+
+    Example:
+        >>> import tempfile
+        >>> log = EventLog(Path(tempfile.mkdtemp()) / "events.jsonl")
+        >>> tail = EventTail(log.path)
+        >>> log.write("skip", step=3)
+        >>> [event["step"] for event in tail.fresh()], tail.fresh()
+        ([3], [])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._position = self.path.stat().st_size if self.path.exists() else 0
+
+    def fresh(self) -> list[dict[str, Any]]:
+        """Whole events written since the last call; an unfinished line waits for the next one."""
+        if not self.path.exists() or self.path.stat().st_size <= self._position:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        records = (_record(line.decode("utf-8", errors="replace")) for line in whole.splitlines())
+        return [record for record in records if record is not None]
 
 
 def number_from_json(value: Any) -> float | None:

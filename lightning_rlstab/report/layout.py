@@ -35,8 +35,10 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Hard collapse",
         (
-            Chart("Gradient norm", ("grad_norm", "rlstab/gepo/grad_norm_level", "rlstab/gepo/grad_norm_limit")),
-            Chart("Interventions", ("rlstab/events/*",)),
+            Chart(
+                "Gradient norm and interventions",
+                ("grad_norm", "rlstab/gepo/grad_norm_level", "rlstab/gepo/grad_norm_limit", "rlstab/events/*"),
+            ),
             Chart("Gradient norm per layer", ("rlstab/layer_norm/*",)),
             Chart("Loss", ("loss",)),
             Chart(
@@ -161,9 +163,19 @@ def custom_scalars(logged: Iterable[str]) -> dict[str, dict[str, list[str | list
     for group in GROUPS:
         charts: dict[str, list[str | list[str]]] = {}
         for chart in group.charts:
-            shown = chart_names(chart, names)
+            shown = [name for name in chart_names(chart, names) if not any(map(_is_wild, chart.names))]
+            shown = shown or [name for name in chart.names if chart_names(chart, names)]
             if shown:
-                charts[chart.title] = ["Multiline", [f"^{re.escape(name)}$" for name in shown]]
+                charts[chart.title] = ["Multiline", [_pattern(name) for name in shown]]
         if charts:
             layout[group.title] = charts
     return layout
+
+
+def _is_wild(name: str) -> bool:
+    return "*" in name
+
+
+def _pattern(name: str) -> str:
+    """A logged name as the regular expression that TensorBoard wants; ``*`` also takes names that come later."""
+    return f"^{re.escape(name).replace(re.escape('*'), '.*')}$"

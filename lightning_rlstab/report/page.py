@@ -160,6 +160,7 @@ def _curves(run: Run, diagnosis: Diagnosis) -> str:
         for chart in group.charts:
             names = chart_names(chart, run.series)
             drawn.update(names)
+            names = [name for name in names if not name.startswith("rlstab/events/")]  # drawn as vertical lines
             if names:
                 curves = {name: run.series[name] for name in names}
                 one = names[0] if len(names) == 1 or chart.names[0] == names[0] else ""

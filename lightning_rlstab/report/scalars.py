@@ -165,7 +165,10 @@ _MONITOR = (
         (0.2, 4.0),
     ),
     Scalar("rlstab/monitor/repetition", "fraction", "Share of repeated 4-grams in completions", "lower", (0.0, 0.5)),
-    Scalar("rlstab/monitor/weights_moved", "1", "Relative change of a sample of weights since the start", "context"),
+    Scalar("rlstab/monitor/weights_moved", "1", "Largest change of a sample of weights since the start", "context"),
+    Scalar("rlstab/monitor/skipped_frac", "fraction", "Share of skipped steps among the last 50", "lower", (0.0, 0.2)),
+    Scalar("rlstab/layer_norm/{layer}", "1", "Gradient norm of one layer before clipping", "range", (0.0, 5.0)),
+    Scalar("rlstab/events/{kind}", "1", "Marker: the gradient norm at a step with such an event, else 0", "context"),
 )
 
 _GEPO: tuple[Scalar, ...] = (
@@ -351,7 +354,10 @@ _CLIPS = (
     Scalar("rlstab/clips/smallest_layer_scale", "fraction", "Smallest factor that LayerClip put on a layer", "context"),
 )
 
-_STRATEGY: tuple[Scalar, ...] = ()
+_STRATEGY: tuple[Scalar, ...] = (
+    Scalar("rlstab/strategy/applied_steps", "steps", "Optimizer steps applied since the start", "context"),
+    Scalar("rlstab/strategy/skipped_steps", "steps", "Optimizer steps withheld since the start", "lower"),
+)
 
 SCALARS: dict[str, Scalar] = {
     row.name: row

@@ -141,15 +141,30 @@ def spike_card(event: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+_CULPRIT_COLUMNS = {
+    "micro-batch": "micro_batch",
+    "rank": "rank",
+    "sequence": "sequence",
+    "token": "token",
+    "text": "text",
+    "context": "context",
+    "share": "share",
+    "norm": "grad_norm",
+    "ratio": "importance_ratio",
+    "cause": "cause",
+}
+
+
 def _culprit_table(culprits: Sequence[Mapping[str, Any]]) -> str:
-    head = "| micro-batch | rank | sequence | token | text | context | share | norm | ratio | cause |"
     rows = [
-        f"| {one.get('micro_batch', '-')} | {one.get('rank', '-')} | {one.get('sequence', '-')} | {one.get('token', '-')} "
-        f"| {_cell(one.get('text'))} | {_cell(one.get('context'))} | {figure(one.get('share'))} "
-        f"| {figure(one.get('grad_norm'))} | {figure(one.get('importance_ratio'))} | {_cell(one.get('cause'))} |"
+        [
+            figure(one.get(field)) if heading in {"share", "norm", "ratio"} else _cell(one.get(field))
+            for heading, field in _CULPRIT_COLUMNS.items()
+        ]
         for one in culprits
     ]
-    return "\n".join([head, "|" + "---|" * 10, *rows])
+    lines = [list(_CULPRIT_COLUMNS), ["---"] * len(_CULPRIT_COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rollouts_markdown(step: int, best: Sequence[Mapping[str, Any]], worst: Sequence[Mapping[str, Any]]) -> str:
@@ -163,8 +178,10 @@ def rollouts_markdown(step: int, best: Sequence[Mapping[str, Any]], worst: Seque
     lines = [f"Step {step}", "", "| | best | worst |", "|---|---|---|"]
     for number in range(max(len(best), len(worst))):
         pair = [rows[number] if number < len(rows) else {} for rows in (best, worst)]
-        for field in ("prompt", "completion"):
-            lines.append(f"| {field} {number + 1} | {_cell(pair[0].get(field))} | {_cell(pair[1].get(field))} |")
+        lines += [
+            f"| {name} {number + 1} | {_cell(pair[0].get(name))} | {_cell(pair[1].get(name))} |"
+            for name in ("prompt", "completion")
+        ]
         told = [
             f"reward {figure(one.get('reward'))}, {one.get('length', '-')} tokens, "
             f"repetition {figure(one.get('repetition'))}, {_format_counts(str(one.get('completion', '')))}"

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_rlstab.report.events import EVENT_KINDS, SCHEMA_VERSION, EventLog, number_from_json, read_events
+from lightning_rlstab.report.events import (
+    EVENT_KINDS,
+    SCHEMA_VERSION,
+    EventLog,
+    EventTail,
+    number_from_json,
+    read_events,
+)
 
 
 @pytest.fixture
@@ -133,3 +140,25 @@ def test_a_writer_survives_pickling_and_appends(log):
 
 def test_every_kind_has_a_meaning():
     assert all(len(meaning) > 10 for meaning in EVENT_KINDS.values())
+
+
+def test_a_tail_gives_each_event_once_and_waits_for_an_unfinished_line(log):
+    log.write("skip", step=0)
+    tail = EventTail(log.path)
+    assert tail.fresh() == []
+    log.write("skip", step=1)
+    log.write("spike", step=2)
+    assert [event["step"] for event in tail.fresh()] == [1, 2]
+    with log.path.open("ab") as file:
+        file.write(b'{"event": "skip", "st')
+    assert tail.fresh() == []
+    with log.path.open("ab") as file:
+        file.write(b'ep": 3}\n')
+    assert [event["step"] for event in tail.fresh()] == [3]
+
+
+def test_a_tail_may_be_there_before_the_file(log):
+    tail = EventTail(log.path)
+    assert tail.fresh() == []
+    log.write("skip", step=5)
+    assert [event["step"] for event in tail.fresh()] == [5]
