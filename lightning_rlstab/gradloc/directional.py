@@ -13,10 +13,10 @@ from lightning_rlstab.gradloc.oracle import GradientOracle, WindowSignals
 
 __all__ = ["Shares", "gradient_shares"]
 
-_WANTED_CHANGE = 0.01  # nats, of the steepest token's log-prob
-_LARGEST_CHANGE = 0.1
-_SMALLEST_CHANGE = 3e-4  # some hundred times the rounding of float32 log-probs
-_HEAVY_SEQUENCE = 0.02  # sum of |shares| of a sequence from which a central difference is worth its sweep
+_WANTED_CHANGE = 0.005  # nats, of the steepest token's log-prob
+_LARGEST_CHANGE = 0.03
+_SMALLEST_CHANGE = 2e-4  # some hundred times the rounding of float32 log-probs
+_HEAVY_SEQUENCE = 0.01  # sum of |shares| of a sequence from which a central difference is worth its sweep
 _ATTEMPTS = 3
 
 
@@ -42,7 +42,7 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
 
     One forward sweep above theta, and one below it only for the sequences that matter: there the difference is central
     (error of second order), for the rest it is taken against the log-probs of training. The shift is chosen so that the
-    steepest token moves by 0.01 nats; when the step proves too long or too short, or the sum misses 1 by more than
+    steepest token moves by 0.005 nats; when the step proves too long or too short, or the sum misses 1 by more than
     the tolerance, it is chosen anew.
 
     Args:

@@ -20,7 +20,7 @@ def test_shares_equal_the_inner_products_and_sum_to_one(oracle_of) -> None:
 
 
 def test_only_sequences_that_matter_are_run_a_second_time(oracle_of) -> None:
-    oracle = oracle_of({(1, 0, 2, 5): 1.0})
+    oracle = oracle_of({(1, 0, 2, 5): 1.0}, size=0.003)
     gradient_shares(oracle, tolerance=0.05)
     assert oracle.rows_run[0] == 16
     assert oracle.rows_run[1] < 8
