@@ -27,10 +27,11 @@ def log_completions(
     """
     step = trainer.global_step
     rows = [row for part in ranks.gathered_objects(completion_rows(rollout, table, step=step)) for row in part]
+    log_dir = trainer.log_dir  # a broadcast: on every rank
     if not trainer.is_global_zero:
         return
-    if trainer.log_dir is not None:
-        append_jsonl(Path(trainer.log_dir) / "completions.jsonl", rows)
+    if log_dir is not None:
+        append_jsonl(Path(log_dir) / "completions.jsonl", rows)
     text = markdown_table(rows, max_rows=len(rows) if shown is None else shown)
     for logger in trainer.loggers:
         add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
