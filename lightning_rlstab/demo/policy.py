@@ -169,7 +169,8 @@ def greedy_accuracy(policy: nn.Module, tokenizer: Any, rows: Sequence[dict[str, 
     )
     policy.train(was_training)
     texts = tokenizer.batch_decode(lines[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
+    right = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
+    return float(sum(right)) / len(right)
 
 
 def save_policy(policy: nn.Module, tokenizer: Any, directory: Path) -> None:
