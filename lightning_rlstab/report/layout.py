@@ -46,7 +46,9 @@ GROUPS: tuple[Group, ...] = (
                 ("rlstab/grpo/rewards_nan", "rlstab/grpo/rewards_inf", "rlstab/grpo/non_finite_tokens"),
             ),
             Chart("Log-prob gap", ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")),
-            Chart("Importance ratio", ("sampling/importance_sampling_ratio/*",)),
+            Chart(
+                "Importance ratio", tuple(f"sampling/importance_sampling_ratio/{end}" for end in ("min", "mean", "max"))
+            ),
         ),
     ),
     Group(
@@ -163,17 +165,12 @@ def custom_scalars(logged: Iterable[str]) -> dict[str, dict[str, list[str | list
     for group in GROUPS:
         charts: dict[str, list[str | list[str]]] = {}
         for chart in group.charts:
-            shown = [name for name in chart_names(chart, names) if not any(map(_is_wild, chart.names))]
-            shown = shown or [name for name in chart.names if chart_names(chart, names)]
-            if shown:
+            if chart_names(chart, names):
+                shown = [name for name in chart.names if "*" in name or name in names]
                 charts[chart.title] = ["Multiline", [_pattern(name) for name in shown]]
         if charts:
             layout[group.title] = charts
     return layout
-
-
-def _is_wild(name: str) -> bool:
-    return "*" in name
 
 
 def _pattern(name: str) -> str:

@@ -381,7 +381,7 @@ def frozen(view: View) -> Evidence | None:
         is_spread = not flat.readings or flat.last < 0.999
         return Evidence("grad_norm is exactly 0 although groups have spread") if is_spread else None
     still = view.level("rlstab/monitor/weights_moved")
-    if still.readings and still.highest == 0.0 and still.base == 0.0:
+    if still.readings >= 2 and still.zeros == still.readings:
         return Evidence(f"no sampled weight moved in {still.readings} readings", {"readings": float(still.readings)})
     return None
 
