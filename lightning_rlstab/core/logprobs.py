@@ -80,21 +80,20 @@ def row_statistics(flat: Tensor, tokens: Tensor, temperature: float) -> _Rows:
         part = slice(start, min(start + step, rows))
         raw = flat[part]
         z, e = scaled[: raw.shape[0]], weights[: raw.shape[0]]
-        highest = raw.amax(-1, keepdim=True).to(working)
-        torch.sub(raw, highest, out=z)
+        # Widening first and computing in place is faster than arithmetic between two dtypes.
+        wide = raw if raw.dtype == working else z.copy_(raw)
+        highest = wide.amax(-1, keepdim=True)
+        torch.sub(wide, highest, out=z)
         if temperature != 1.0:
             z.div_(temperature)
         chosen = z.gather(1, tokens[part].unsqueeze(1)).squeeze(1)
         z.clamp_(min=_LOWEST_EXPONENT)
         torch.exp(z, out=e)
         total = e.sum(-1)
-        # Row-wise dot products through bmm need no temporary of the chunk's size.
-        column = e.unsqueeze(2)
-        mean_z = torch.bmm(z.unsqueeze(1), column).flatten() / total
         log_s = total.log()
         logprobs[part] = chosen - log_s
-        entropy[part] = log_s - mean_z
-        sum_squared_probs[part] = torch.bmm(e.unsqueeze(1), column).flatten() / (total * total)
+        entropy[part] = log_s - torch.linalg.vecdot(e, z) / total
+        sum_squared_probs[part] = torch.linalg.vecdot(e, e) / (total * total)
         shift[part] = highest.squeeze(1)
         log_total[part] = log_s
     entropy.clamp_(min=0.0)
@@ -131,11 +130,12 @@ def row_gradients(
         is_closed &= entropy_pull == 0
     step = _rows_per_chunk(flat, shift.dtype)
     needs_cast = flat.dtype != shift.dtype
+    buffer = flat.new_empty((min(step, flat.shape[0]), flat.shape[1]), dtype=shift.dtype) if needs_cast else None
     for start in range(0, flat.shape[0], step):
         part = slice(start, min(start + step, flat.shape[0]))
         raw, pull = flat[part], token_pull[part].unsqueeze(1)
-        work = torch.empty_like(raw, dtype=shift.dtype) if needs_cast else out[part]
-        torch.sub(raw, shift[part].unsqueeze(1), out=work)
+        work = out[part] if buffer is None else buffer[: raw.shape[0]].copy_(raw)
+        torch.sub(raw if buffer is None else work, shift[part].unsqueeze(1), out=work)
         if temperature != 1.0:
             work.div_(temperature)
         work.sub_(log_total[part].unsqueeze(1))
@@ -147,10 +147,18 @@ def row_gradients(
             tilt.mul_(-entropy_pull[part].unsqueeze(1)).sub_(pull)
             work.exp_().mul_(tilt)
         work.scatter_add_(1, tokens[part].unsqueeze(1), pull)
-        work.masked_fill_(is_closed[part].unsqueeze(1), 0.0)
-        if needs_cast:
+        _close_rows(work, is_closed[part])
+        if buffer is not None:
             out[part] = work
     return out
+
+
+def _close_rows(work: Tensor, is_closed: Tensor) -> None:
+    """Write 0 over closed rows, whatever they hold."""
+    if work.device.type == "cpu":
+        work.index_fill_(0, is_closed.nonzero().squeeze(1), 0.0)  # touches the closed rows only
+    else:
+        work.masked_fill_(is_closed.unsqueeze(1), 0.0)  # touches every row, but asks the device nothing
 
 
 def statistics_outputs(ctx: Any, rows: _Rows, *, has_entropy_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +213,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, logprobs_grad: Tensor | None, entropy_grad: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         flat, tokens, *rows = ctx.saved_tensors
