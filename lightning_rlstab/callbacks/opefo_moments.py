@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlstab.callbacks.run_context import RunContext, local
+from lightning_rlstab.callbacks.run_context import RunContext, local, parameters_of
 from lightning_rlstab.control.opefo import SecondMomentConfig, SecondMomentState, step_second_moment
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.core.histogram import LogHistogram, log_histogram
-from lightning_rlstab.core.opefo import lift_, second_moment_floor, tiny_frac
+from lightning_rlstab.core.opefo import lift_, lifted_count, second_moment_floor, tiny_frac
 
 __all__ = ["SecondMomentFloor"]
 
@@ -61,9 +60,11 @@ class SecondMomentFloor:
 
     def _look(self, trainer: pl.Trainer, run: RunContext) -> None:
         largest, lifted = 0.0, 0
+        # Weights that are not sharded are counted once per rank: shares and percentiles are the same, counts are not.
+        copies = 1 if any(hasattr(p, "to_local") for p in parameters_of(trainer)) else trainer.world_size
         for number, (moments, eps) in enumerate(_groups(trainer)):
             histogram = log_histogram(moments)
-            if trainer.world_size > 1:  # replicated weights are counted on every rank: the shares stay the same
+            if trainer.world_size > 1:
                 packed = histogram.packed().to(trainer.strategy.root_device)
                 histogram = LogHistogram.unpacked(run.reduced(packed))
             share = float(tiny_frac(histogram, eps))
@@ -71,7 +72,8 @@ class SecondMomentFloor:
             if share <= self.config.tiny_fraction:
                 continue
             floor = float(second_moment_floor(histogram, eps=eps, percentile=self.config.percentile))
-            moved = int(run.reduced(torch.tensor(lift_(moments, floor), device=trainer.strategy.root_device)))
+            lift_(moments, floor)
+            moved = lifted_count(histogram, floor) // copies
             lifted += moved
             reason = f"{share:.1%} of group {number}'s second moments were under eps^2; {moved} lifted to {floor:.3g}"
             run.event("floor", source="opefo", group=number, tiny_frac=share, floor=floor, lifted=moved, reason=reason)
