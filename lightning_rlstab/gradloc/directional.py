@@ -76,7 +76,7 @@ def _correction_of(change: float) -> float:
     """Factor on the first shift, which was a guess from the slope: one sweep tells how far off it was."""
     if _SMALLEST_CHANGE <= change <= _LARGEST_CHANGE:
         return 1.0
-    return min(max(_WANTED_CHANGE / change, 1e-3), 1e3) if 0 < change < math.inf else 0.1
+    return min(max(_WANTED_CHANGE / change, 1e-6), 1e3) if 0 < change < math.inf else 0.1
 
 
 def _difference(oracle: GradientOracle, above: Tensor, shift: float, tolerance: float) -> Shares:

@@ -167,7 +167,8 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
     if not case.is_explained(confirmed.remaining):
         return blank
-    culprits = tuple(_culprit(case, address, part, values) for address, part in confirmed.tokens)
+    ranked = sorted(confirmed.tokens, key=lambda item: item[1].norm, reverse=True)
+    culprits = tuple(_culprit(case, address, part, values) for address, part in ranked)
     return _with_strip(_token_finding(case, culprits, confirmed.remaining, blank), weight)
 
 
