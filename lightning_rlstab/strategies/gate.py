@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -110,6 +111,13 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
             assert self.lightning_module is not None
             self._named = named_trainable_parameters(self.lightning_module, self.optimizers)
         return self._named
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of every rank, stacked in a new first dimension; of one process, ``tensor`` itself."""
+        if sync_grads or group is not None or self.collectives.world_size == 1:
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        # Lightning 2.6.6 gathers through `torch.distributed.nn`, which torch 2.13 has deprecated.
+        return torch.stack(self.collectives.gathered_tensors(tensor))
 
     @property
     def is_generation_synced(self) -> bool:
