@@ -111,14 +111,25 @@ def line_chart(
     parts = [_band(scale, healthy), _axes(scale)]
     parts += [_marker(scale, marker) for marker in markers if first <= marker.step <= last]
     parts += [_curve(scale, curve, f"c{index % 6}") for index, curve in enumerate(shown.values())]
-    legend = "".join(
-        f'<span class="k c{index % 6}">{html.escape(label)}</span>'
-        for index, label in enumerate(shown)
-        if len(shown) > 1
-    )
+    names = _short_names(list(shown)) if len(shown) > 1 else []
+    legend = "".join(f'<span class="k c{index % 6}">{html.escape(name)}</span>' for index, name in enumerate(names))
     svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
     note = f"<small>{html.escape(caption)}</small>" if caption else ""
     return f"<figure><figcaption><b>{html.escape(title)}</b>{legend}{note}</figcaption>{svg}</figure>"
+
+
+def _short_names(labels: list[str]) -> list[str]:
+    """Labels without the path that they all share.
+
+    Example:
+        >>> _short_names(["clip/low_mean", "clip/high_mean"])
+        ['low_mean', 'high_mean']
+    """
+    paths = [label.split("/") for label in labels]
+    shared = 0
+    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    return ["/".join(path[shared:]) for path in paths]
 
 
 def _scaled(first: int, last: int, values: np.ndarray) -> _Scale:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlstab.report.causes import CAUSES
+from lightning_rlstab.report.events import number_from_json
 from lightning_rlstab.report.memory import Finding, MonitorConfig, MonitorState
 from lightning_rlstab.report.monitor import is_watched, restarted, step
 from lightning_rlstab.report.run import Reading, Run, canonical_series
@@ -77,17 +78,54 @@ def diagnose(run: Run, config: MonitorConfig | None = None) -> Diagnosis:
         config: Thresholds; None for the defaults.
 
     Returns:
-        The diagnosis. Rules whose signals were not logged stay silent and are listed in ``missing``.
+        The diagnosis. Rules whose signals were not logged stay silent and are listed in ``missing``. Norms that guards
+        wrote down before they cleaned or skipped the step count as the step's norm, and what the run's own monitor
+        raised counts as found.
     """
     settings = config or MonitorConfig()
     state = MonitorState()
+    norms = _norms_of_events(run.events)
     for number, life in enumerate(_lives(run)):
         for index, reading in enumerate(life):
             if number and not index:
                 has_died = any(cause in state.findings for cause in HARD_CAUSES)
                 state = restarted(state, at_step=reading.step, has_died=has_died)
-            state, _ = step(settings, state, reading)
-    return Diagnosis(ranked(state.findings.values()), state.readings, _missing(run.series))
+            norm = norms.get(reading.step)
+            seen = reading if norm is None else Reading(reading.step, {**reading.values, "grad_norm": norm})
+            state, _ = step(settings, state, seen)
+    found = {**_raised_live(run.events), **state.findings}
+    return Diagnosis(ranked(found.values()), state.readings, _missing(run.series))
+
+
+def _norms_of_events(events: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Step to the norm that a guard saw before it acted; the curve shows what was left."""
+    found: dict[int, float] = {}
+    for event in events:
+        norm = number_from_json(event.get("grad_norm", event.get("norm")))
+        if event["event"] in {"spike", "skip"} and norm is not None and event.get("scope", "step") == "step":
+            found.setdefault(int(event["step"]), norm)
+    return found
+
+
+def _raised_live(events: Iterable[Mapping[str, Any]]) -> dict[str, Finding]:
+    """Cause to the alarm that the run's own monitor raised: it saw signals that no file holds."""
+    found: dict[str, Finding] = {}
+    for event in events:
+        cause = event.get("cause")
+        if event["event"] != "alarm" or cause not in CAUSES or cause in found:
+            continue
+        steps = [event.get(name) for name in ("first_step", "alarm_step", "last_step")]
+        first, at, last = (one if isinstance(one, int) else int(event["step"]) for one in steps)
+        numbers = {name: number_from_json(value) for name, value in dict(event.get("figures") or {}).items()}
+        found[cause] = Finding(
+            cause=cause,
+            first_step=first,
+            alarm_step=at,
+            last_step=last,
+            rule=str(event.get("rule", "")),
+            figures={name: number for name, number in numbers.items() if number is not None},
+        )
+    return found
 
 
 def _lives(run: Run) -> Iterable[Iterable[Reading]]:

@@ -39,7 +39,7 @@ border-bottom:1px solid var(--line);padding-bottom:4px}h3{font-size:15px;margin:
 .error .badge{color:var(--error)}.warning .badge{color:var(--warning)}.notice .badge{color:var(--notice)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:6px 0 0}dt{color:var(--mute)}dd{margin:0}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:14px}
-figure{margin:0;background:var(--card);border-radius:6px;padding:10px}figcaption small{display:block}
+figure{margin:0;min-width:0;background:var(--card);border-radius:6px;padding:10px}figcaption small{display:block}
 svg{width:100%;height:auto;display:block}svg text{font:10px system-ui,sans-serif;fill:var(--mute)}
 svg .g{stroke:var(--line);stroke-width:1}svg .ok{fill:var(--ok)}svg polyline{fill:none;stroke-width:1.5}
 svg .bad{fill:var(--error);font-size:14px;font-weight:700}svg .m{stroke:var(--mute);stroke-width:1;stroke-dasharray:3 3}
@@ -48,7 +48,8 @@ svg .m.rollback{stroke:var(--c3)}
 svg .m.alarm{stroke:var(--error);stroke-dasharray:none}svg .m.fire_drill{stroke:var(--c4)}
 .c0{stroke:var(--c0);color:var(--c0)}.c1{stroke:var(--c1);color:var(--c1)}.c2{stroke:var(--c2);color:var(--c2)}
 .c3{stroke:var(--c3);color:var(--c3)}.c4{stroke:var(--c4);color:var(--c4)}.c5{stroke:var(--c5);color:var(--c5)}
-svg circle{fill:currentColor;stroke:none}.k{margin-left:10px;font-size:12px;white-space:nowrap}.k:before{content:"● "}
+svg circle{fill:currentColor;stroke:none}
+.k{display:inline-block;margin-left:10px;font-size:12px;overflow-wrap:anywhere}.k:before{content:"● "}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}th,td{text-align:left;padding:4px 8px;
 border-bottom:1px solid var(--line);vertical-align:top}th{color:var(--mute);font-weight:600}
 td.n{text-align:right;font-variant-numeric:tabular-nums}

@@ -367,3 +367,34 @@ def test_labelled_runs_are_read_right_quietly_and_in_time(labelled):
     assert measured["right_cause_first"] >= 0.9
     assert measured["false_alarm_runs"] <= 0.1
     assert measured["median_delay_steps"] <= 25
+
+
+# ---- events beside the curves ------------------------------------------------------------------------------------
+
+
+def test_a_spike_that_a_guard_cleaned_is_still_diagnosed_from_its_event(event_run):
+    folder = event_run(steps=60)
+    EventLog(folder / "events.jsonl").write("spike", step=40, grad_norm=23.1)
+    EventLog(folder / "events.jsonl").write("skip", step=50, scope="step", norm=math.nan)
+    EventLog(folder / "events.jsonl").write("skip", step=55, scope="micro-batch", norm=math.inf)
+    found = diagnose(read_run(folder))
+    assert [(one.cause, one.alarm_step, one.last_step) for one in found.alarms] == [
+        ("gradient_spike", 40, 40),
+        ("nan_gradient", 50, 50),
+    ]
+
+
+def test_what_the_runs_own_monitor_raised_counts_as_found(event_run):
+    folder = event_run(steps=60)
+    log = EventLog(folder / "events.jsonl")
+    log.write("alarm", step=31, cause="repetition", rule="share 0.9 > 0.7", figures={"repetition": 0.9}, first_step=30)
+    log.write("alarm", step=32, cause="something a later version knows")
+    (found,) = diagnose(read_run(folder)).alarms
+    assert (found.cause, found.first_step, found.alarm_step) == ("repetition", 30, 31)
+    assert found.rule == "share 0.9 > 0.7"
+
+
+def test_a_legend_leaves_out_the_path_that_all_names_share():
+    chart = line_chart("x", {"clip/low": series([1.0]), "clip/high": series([2.0])})
+    assert ">low<" in chart
+    assert ">high<" in chart
