@@ -1,4 +1,4 @@
-"""How the rooms of floor 2 meet: structural types only, so that module, callbacks and strategies need no imports of each other.
+"""How the rooms of floor 2 meet: structural types only, so that none of them imports another.
 
 A callback that wants to change the loop implements one of the hook protocols; ``GRPOModule`` calls them for every
 callback of the trainer, in the trainer's order. A callback that needs the gate or a probe asks the strategy by
@@ -76,7 +76,7 @@ class GradientNorms:
         total: L2 norm over all trainable parameters; inf or NaN when any entry is.
         is_finite: Whether every gradient entry on every rank is finite.
         per_parameter: Norm of each parameter by qualified name.
-        per_layer: Norm of each layer by its name (``model.layers.3``; parameters outside a block under their own module).
+        per_layer: Norm of each layer by its name (``model.layers.3``); outside of blocks, of each module.
     """
 
     total: float
@@ -126,6 +126,11 @@ class StepGate(Protocol):
         """The verdict of the optimizer step that ended last, for ``on_train_batch_end``."""
         ...
 
+    @property
+    def last_gradient_norm(self) -> float | None:
+        """Total norm of the optimizer step that ended last, also of a skipped one; None where nobody measured it."""
+        ...
+
 
 @runtime_checkable
 class GradientProbe(Protocol):
@@ -136,7 +141,7 @@ class GradientProbe(Protocol):
         ...
 
     def perturbed(self, scale: float, directions: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Add ``scale * direction`` to every trainable parameter (default direction: its ``.grad``); restored bit for bit."""
+        """Add ``scale * direction`` (default: ``.grad``) to every trainable parameter; restored bit for bit."""
         ...
 
     def backward_of(self, loss: Tensor) -> None:

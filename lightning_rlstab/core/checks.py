@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 __all__ = ["choice", "flag", "integer", "nearest_name", "number", "refusal"]
 
 
@@ -179,6 +177,6 @@ def flag(name: str, value: Any) -> bool:
         >>> flag("shuffle", True)
         True
     """
-    if not isinstance(value, bool) or isinstance(value, torch.Tensor):
+    if not isinstance(value, bool):
         raise refusal(name, "be true or false", value)
     return value

@@ -150,6 +150,7 @@ class GRPOModule(HeldOutEvaluation):
         self._readings = StepReadings()
         self._logged_by_rewards: dict[str, float] = {}
         self._is_configured = False
+        self._is_window_over = False
         self._resumed: Mapping[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
 
@@ -304,6 +305,7 @@ class GRPOModule(HeldOutEvaluation):
             self._logged_by_rewards = rollout.logged
             self._cycle.begin(rollout.rows, self.rollout_plan.steps_per_generation)
         position, window_size = self._place_in_window(batch_idx)
+        self._is_window_over = position == window_size - 1
         if position == 0:
             self.window.clear()
         entry = WindowEntry(
@@ -321,10 +323,6 @@ class GRPOModule(HeldOutEvaluation):
         position = batch_idx % accumulation
         left = self.trainer.num_training_batches - (batch_idx - position)
         return position, int(min(accumulation, left))
-
-    def _is_window_over(self, batch_idx: int) -> bool:
-        position, window_size = self._place_in_window(batch_idx)
-        return position == window_size - 1
 
     def _first_loss(self, entry: WindowEntry, window_size: int) -> Tensor:
         rollout: Rollout = entry.rollout
@@ -443,19 +441,18 @@ class GRPOModule(HeldOutEvaluation):
             restore_random_state(self._random_state, self.device)
             self._random_state = None
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Reduce this step's readings over ranks, once, and log them."""
-        self._log_readings(optimizer)
-
-    def _log_readings(self, optimizer: Optimizer) -> None:
+    def on_after_backward(self) -> None:
+        """After the window's last backward, reduce its readings over ranks and log them before any guard acts."""
+        if not self._is_window_over:
+            return
         metrics, entropy = self._readings.metrics(self.ranks)
         metrics |= self._logged_by_rewards
         self._logged_by_rewards = {}
         self.entropy_bonus = self.entropy_bonus.after_step(entropy, self.settings)
-        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics["learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if self.loss_settings.entropy_coef or self.settings.use_adaptive_entropy:
             metrics["entropy_coef"] = self._entropy_coef()
-        self._log_step(metrics)
+        self._log_step(metrics, step=self.global_step)
 
     def configure_gradient_clipping(
         self,
@@ -476,22 +473,34 @@ class GRPOModule(HeldOutEvaluation):
         else:
             norm = clipped_gradient_norm(optimizer, bound)
         if norm is not None:
-            self._log_step({"grad_norm": norm})
+            self._log_step({"grad_norm": float(norm)}, step=self.global_step)
 
-    def _log_step(self, metrics: Mapping[str, Any]) -> None:
-        shown = {name: value for name, value in metrics.items() if name in _PROGRESS_BAR}
-        rest = {name: value for name, value in metrics.items() if name not in shown}
-        self.log_dict(shown, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        self.log_dict(rest, on_step=True, on_epoch=False, batch_size=1)
+    def _log_step(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Hand a step's metrics to loggers, callbacks and the progress bar.
+
+        ``self.log`` moves a metric object per name and call (Lightning 2.6.6), which for thirty names costs more than a
+        small model's backward; so only the progress bar's names go through it.
+        """
+        trainer = self.trainer
+        if trainer.progress_bar_callback is not None:
+            shown = {name: value for name, value in metrics.items() if name in _PROGRESS_BAR}
+            self.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        if (step + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(metrics), step=step)
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        """Log what a skipped step left unlogged, and pull the reference towards the policy where asked to."""
-        settings = self.settings
-        if self._readings.is_pending and self._is_window_over(batch_idx):
-            self._log_readings(self.trainer.optimizers[0])
-        if not settings.sync_ref_model or self.reference is None:
+        """Log the norm of a skipped step, and pull the reference towards the policy where asked to."""
+        if not self._is_window_over:
             return
-        if self._is_window_over(batch_idx) and self.global_step % settings.ref_model_sync_steps == 0:
+        gate, settings = self.trainer.strategy, self.settings
+        if isinstance(gate, StepGate) and gate.last_verdict is not None and gate.last_verdict.action == "skip":
+            if gate.last_gradient_norm is not None:
+                self._log_step({"grad_norm": gate.last_gradient_norm}, step=self.global_step - 1)
+            return
+        is_due = settings.sync_ref_model and self.global_step % settings.ref_model_sync_steps == 0
+        if is_due and self.reference is not None:
             sync_reference(self.ready_policy, self.reference, settings.ref_model_mixup_alpha)
 
     # Saving -----------------------------------------------------------------------------------------------------------

@@ -92,11 +92,6 @@ class StepReadings:
         self._loss: dict[str, Tensor] = {}
         self._rollout: dict[str, Tensor] = {}
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether losses were added since the last :meth:`metrics`."""
-        return bool(self._loss)
-
     def add_loss(self, loss: Tensor, readings: Mapping[str, Tensor]) -> None:
         """One micro-batch's loss and readings.
 

@@ -58,6 +58,7 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
         choice("survivors", survivors, ("keep", "rescale"))
         self.applied_steps = 0
         self.skipped_steps = 0
+        self._last_gradient_norm: float | None = None
         self._staging = MicroBatchStaging(survivors)
         self._votes: list[Vote] = []
         self._last_verdict: Verdict | None = None
@@ -115,7 +116,7 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """``tensor`` of every rank, stacked in a new first dimension; of one process, ``tensor`` itself."""
         if sync_grads or group is not None or self.collectives.world_size == 1:
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[safe-super]
         # Lightning 2.6.6 gathers through `torch.distributed.nn`, which torch 2.13 has deprecated.
         return torch.stack(self.collectives.gathered_tensors(tensor))
 
@@ -160,6 +161,11 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
     def last_verdict(self) -> Verdict | None:
         """The verdict of the optimizer step that ended last; None before the first."""
         return self._last_verdict
+
+    @property
+    def last_gradient_norm(self) -> float | None:
+        """Total norm of the optimizer step that ended last, also of a skipped one; None where nobody measured it."""
+        return self._last_gradient_norm
 
     @property
     def dropped_micro_batches(self) -> tuple[int, ...]:
@@ -232,6 +238,7 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
             return None
         finally:
             self._is_stepping = self._is_voting = self._staging.is_open = False
+            self._last_gradient_norm = None if self._measured is None else self._measured[1].total
             self._measured = None
             self._votes.clear()
         self.applied_steps += 1
