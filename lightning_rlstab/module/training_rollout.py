@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_rlstab.core.logprobs import possible_tokens
 from lightning_rlstab.module.completions import log_completions
 from lightning_rlstab.module.first_rollout import first_rollout_check
 from lightning_rlstab.module.forward import policy_logprobs
@@ -86,8 +87,8 @@ def training_rollout(module: GRPOModule, batch: PromptBatch, *, index: int) -> T
         ranks=ranks,
         estimator=module.advantage_estimator,
     )
-    num_items = float(ranks.summed(rollout.completion_mask.sum()))
-    rollout = _with_logprobs(module, rollout.replace(num_items=num_items))
+    rollout = _without_impossible_tokens(_with_logprobs(module, rollout))
+    rollout = rollout.replace(num_items=float(ranks.summed(rollout.completion_mask.sum())))
     for ready_hook in module.hooks.ready:
         rollout = ready_hook.on_rollout_ready(trainer, module, rollout)
     readings = {**rollout_readings(rollout, table, estimate), **advantage_readings(rollout)}
@@ -136,3 +137,9 @@ def _with_logprobs(module: GRPOModule, rollout: Rollout) -> Rollout:
         with reference_context(policy, module.reference) as reference:
             rollout = rollout.replace(reference_logprobs=forward(reference))
     return rollout
+
+
+def _without_impossible_tokens(rollout: Rollout) -> Rollout:
+    """Tokens of probability 0 teach nothing and must not stay in the normaliser either."""
+    mask = possible_tokens(rollout.completion_mask, rollout.behavior_logprobs, rollout.old_logprobs)
+    return rollout.replace(completion_mask=mask)

@@ -339,3 +339,25 @@ def test_a_prompt_longer_than_the_context_is_refused_before_sampling(
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"context of 16 tokens, got 20 \+ 8 = 28"):
         trainer.fit(module, PromptDataModule([{"prompt": "x" * 20}] * 4))
+
+
+def test_fr_037_a_token_of_probability_zero_leaves_the_denominator(
+    fit: Callable[..., Gradients], byte_tokenizer: Any
+) -> None:
+    class OneImpossible(FixedSampler):
+        def sample(self, *arguments: Any, **options: Any) -> Samples:
+            samples = super().sample(*arguments, **options)
+            samples.behavior_logprobs[0, 1] = -math.inf
+            return samples
+
+    seen: list[float] = []
+
+    class Watch(pl.Callback):
+        def on_rollout_ready(self, trainer: pl.Trainer, pl_module: Any, rollout: Any) -> Any:
+            seen.append(rollout.num_items)
+            return rollout
+
+    sampler = OneImpossible([5], byte_tokenizer.eos_token_id)
+    gradients = fit([1.0, 0.0], sampler=sampler, callbacks=[Watch()])
+    assert seen == [19]
+    assert math.isfinite(gradients.norms()[0])
