@@ -36,6 +36,7 @@ class CheckpointMixin(Strategy):
     skipped_steps: int
     _saved_generators: Mapping[str, Any] | None = None
     _is_within_epoch = False
+    _is_under_way = False
 
     @property
     def collectives(self) -> Collectives:
@@ -63,7 +64,10 @@ class CheckpointMixin(Strategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, and for a fit take over the gate's counters and this rank's generator states.
+        """Load, and at the start of a fit take over the gate's counters and this rank's generator states.
+
+        A rollback within a run leaves both alone: the counters tell what this run did, and the same random numbers
+        after the same weights would lead to the same end.
 
         With another number of processes than at the save, the streams of random numbers have no owner any more; the run
         goes on with the generators it has.
@@ -75,7 +79,8 @@ class CheckpointMixin(Strategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         record = checkpoint.get(_KEY)
         assert self.lightning_module is not None
-        if record is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        trainer = self.lightning_module.trainer
+        if record is None or trainer.state.fn != TrainerFn.FITTING or self._is_under_way:
             return checkpoint
         self.applied_steps, self.skipped_steps = record["applied_steps"], record["skipped_steps"]
         self._is_within_epoch = record["is_within_epoch"]
@@ -105,7 +110,13 @@ class CheckpointMixin(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue the streams of a run saved within an epoch: making the data iterator anew has drawn from them."""
         super().on_train_batch_start(batch, batch_idx)
+        self._is_under_way = True
         self._continue_streams()
+
+    def on_train_end(self) -> None:
+        """A later fit may resume again."""
+        super().on_train_end()
+        self._is_under_way = False
 
     def _continue_streams(self) -> None:
         saved, self._saved_generators = self._saved_generators, None

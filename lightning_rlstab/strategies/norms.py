@@ -16,33 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_rlstab.control.layers import layer_name
 from lightning_rlstab.control.protocols import GradientNorms
 from lightning_rlstab.strategies.collectives import Collectives
 from lightning_rlstab.strategies.parameters import copies_over_ranks, local
 
-__all__ = ["PendingNorms", "gradient_norms", "layer_name", "pending_norms"]
+__all__ = ["PendingNorms", "gradient_norms", "pending_norms"]
 
 _SMALLEST = 1e-15
 """Under this total float32 squares may have vanished."""
-
-
-def layer_name(parameter_name: str) -> str:
-    """The layer a parameter belongs to: its outermost numbered block, or else the module that holds it.
-
-    Args:
-        parameter_name: Qualified name.
-
-    Example:
-        >>> layer_name("model.layers.3.mlp.experts.7.weight")
-        'model.layers.3'
-        >>> layer_name("model.embed_tokens.weight")
-        'model.embed_tokens'
-    """
-    parts = parameter_name.split(".")
-    for index, part in enumerate(parts[:-1]):
-        if part.isdigit() and index > 0:
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:-1]) or parameter_name
 
 
 @dataclass
