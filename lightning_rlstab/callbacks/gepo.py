@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlstab.callbacks.run_context import RunContext, gate_of, switched
+from lightning_rlstab.callbacks.run_context import RunContext, switched
 from lightning_rlstab.control.gepo import (
     GuardReading,
     LogprobBoundsConfig,
@@ -29,6 +29,7 @@ from lightning_rlstab.control.gepo import (
 )
 from lightning_rlstab.control.interventions import DroppedGradientHook
 from lightning_rlstab.control.protocols import GradientNorms, StepGate, Vote
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.advantages import GroupAdvantages
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.core.gepo import bounded_loss_inputs, robust_advantages
@@ -122,7 +123,7 @@ class GEPO(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the gate and the run folder."""
         self._run = RunContext(trainer)
-        self._gate = gate_of(trainer)
+        self._gate = step_gate(trainer, "GEPO")
         self._dropped, self._micro_batches, self._pending = [], 0, None
 
     # Rollout and loss -------------------------------------------------------------------------------------------------
@@ -226,16 +227,18 @@ class GEPO(pl.Callback):
             judged = dataclasses.replace(norms, total=worst, is_finite=math.isfinite(worst))
         ruling = guard_ruling(self.guard, self.state, judged.total)
         self._pending = (judged, ruling)
-        if ruling.action in ("skip", "stop"):
-            action = "skip" if ruling.action == "skip" else "stop"
-            self._gate.vote(Vote(source="gepo", action=action, reason=ruling.reason))  # type: ignore[arg-type]
-            if not is_all_dropped:
-                self._tell(trainer, pl_module, norms)
-        if ruling.action != "apply":
-            kind = {"skip": "skip", "stop": "stop", "release": "controller"}[ruling.action]
-            self._run.event(kind, source="gepo", scope="step", norm=judged.total, reason=ruling.reason)
-            if trainer.is_global_zero:
-                _log.warning("GEPO, step %d: %s: %s", trainer.global_step, ruling.action, ruling.reason)
+        if ruling.action == "apply":
+            return
+        kind = {"skip": "skip", "stop": "stop", "release": "controller"}[ruling.action]
+        self._run.event(kind, source="gepo", scope="step", norm=judged.total, reason=ruling.reason)
+        if trainer.is_global_zero:
+            _log.warning("GEPO, step %d: %s: %s", trainer.global_step, ruling.action, ruling.reason)
+        if ruling.action == "release":
+            return
+        if not is_all_dropped:
+            self._tell(trainer, pl_module, norms)
+        # Last: Lightning's own strategies take the gradient away, or raise, in the very moment of the vote.
+        self._gate.vote(Vote(source="gepo", action=ruling.action, reason=ruling.reason))
 
     def _tell(self, trainer: pl.Trainer, pl_module: pl.LightningModule, norms: GradientNorms) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

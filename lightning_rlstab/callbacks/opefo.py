@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_rlstab.callbacks.opefo_feedback import ResidualStore
 from lightning_rlstab.callbacks.opefo_moments import SecondMomentFloor
 from lightning_rlstab.callbacks.opefo_snapshots import SnapshotKeeper, are_finite, optimizer_tensors, weights_are_finite
-from lightning_rlstab.callbacks.run_context import RunContext, gate_of, switched
+from lightning_rlstab.callbacks.run_context import RunContext, switched
 from lightning_rlstab.control.interventions import GradientGuard, RolloutOwner, VoteBook
 from lightning_rlstab.control.opefo import (
     ErrorFeedbackConfig,
@@ -29,6 +29,7 @@ from lightning_rlstab.control.opefo import (
     step_recovery,
 )
 from lightning_rlstab.control.protocols import GradientNorms, PolicyModule, StepGate, Vote
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.rollout.records import Rollout
 
@@ -120,7 +121,7 @@ class OPEFO(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find gate and run folder, take over a saved memory, take the first snapshot."""
-        self._run, self._gate = RunContext(trainer), gate_of(trainer)
+        self._run, self._gate = RunContext(trainer), step_gate(trainer, "OPEFO")
         self._loss_is_broken, self._is_step_finite = None, None
         if self.second_moment is not None:
             self.second_moment.refuse_unsuitable(trainer)
@@ -196,15 +197,15 @@ class OPEFO(pl.Callback):
         broken, self._loss_is_broken = self._loss_is_broken, None
         is_loss_finite = broken is None or not bool(broken)
         self._is_step_finite = norms.is_finite and is_loss_finite
-        if not self._is_step_finite:
-            what = "the loss" if norms.is_finite else "the gradient"
-            self._gate.vote(Vote(source="opefo", action="skip", reason=f"{what} is not finite"))
         is_skipped = not self._is_step_finite or self._is_voted_down()
         if self.error_feedback is not None:
             if is_skipped and not self.error_feedback.has_captured and is_loss_finite:
                 self.error_feedback.capture(trainer, norms)
             elif not is_skipped:
                 self.error_feedback.feed(trainer, norms)
+        if not self._is_step_finite:
+            what = "the loss" if norms.is_finite else "the gradient"
+            self._gate.vote(Vote(source="opefo", action="skip", reason=f"{what} is not finite"))
         if self.snapshots is not None:
             factor = learning_rate_factor(self.snapshots, self.recovery)
             if factor != 1.0:
@@ -286,10 +287,13 @@ class OPEFO(pl.Callback):
         assert self._run is not None
         if self.recovery.rollbacks >= self.snapshots.max_rollbacks:
             self._give_up(f"{reason}, after {self.recovery.rollbacks} rollbacks (`max_rollbacks`)")
-        assert self._gate is not None
-        applied, skipped = self._gate.applied_steps, self._gate.skipped_steps
+        gate = trainer.strategy if isinstance(trainer.strategy, StepGate) else None
+        counts = None if gate is None else (gate.applied_steps, gate.skipped_steps)
         path = self.keeper.restore(pl_module, besides=self)
-        self._gate.applied_steps, self._gate.skipped_steps = applied, skipped  # what happened has happened
+        if gate is not None and counts is not None:
+            gate.applied_steps, gate.skipped_steps = (
+                counts  # the checkpoint brought its own: what happened has happened
+            )
         if path is None:
             self._give_up(f"{reason}, and there is no snapshot to go back to")
         own = _window_fingerprints(pl_module)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.quatro_filter import RolloutScreen
 from lightning_rlstab.callbacks.quatro_replay import GroupReplay
-from lightning_rlstab.callbacks.run_context import RunContext, gate_of, switched
+from lightning_rlstab.callbacks.run_context import RunContext, switched
 from lightning_rlstab.control.protocols import StepGate, Vote
 from lightning_rlstab.control.quatro import (
     EntropyFloorConfig,
@@ -29,6 +29,7 @@ from lightning_rlstab.control.quatro import (
 )
 from lightning_rlstab.control.replay import ReplayConfig
 from lightning_rlstab.control.rollout_filter import RolloutFilterConfig
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.core.kl import kl_k3
 from lightning_rlstab.core.policy_loss import LossInputs, LossSettings
@@ -128,7 +129,7 @@ class QUATRO(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find gate and run folder, take over a saved memory, put the coefficients into the loss."""
-        self._run, self._gate = RunContext(trainer), gate_of(trainer)
+        self._run, self._gate = RunContext(trainer), step_gate(trainer, "QUATRO")
         self._base = pl_module.loss_settings  # type: ignore[assignment]
         assert self._base is not None
         self._sums, self._step = {}, None

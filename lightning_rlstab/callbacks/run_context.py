@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_rlstab.control.protocols import StepGate
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.report.events import EventLog
 
-__all__ = ["RunContext", "gate_of", "local", "parameters_of", "switched"]
+__all__ = ["RunContext", "local", "parameters_of", "switched"]
 
 Settings = TypeVar("Settings")
 
@@ -44,18 +43,6 @@ def switched(name: str, value: Any, kind: type[Settings]) -> Settings | None:
     if not isinstance(value, kind):
         raise refusal(name, f"be a {kind.__name__}, true or false", value)
     return value
-
-
-def gate_of(trainer: pl.Trainer) -> StepGate:
-    """The strategy's step gate.
-
-    Raises:
-        ValueError: If the strategy has none.
-    """
-    if isinstance(trainer.strategy, StepGate):
-        return trainer.strategy
-    advice = 'Use strategy="rlstab", "rlstab_ddp" or "rlstab_fsdp"'
-    raise refusal("strategy", "have a step gate", type(trainer.strategy).__name__, advice)
 
 
 def local(tensor: Tensor) -> Tensor:

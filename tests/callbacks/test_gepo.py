@@ -162,6 +162,19 @@ def test_every_scalar_is_declared_and_the_early_signs_are_there(grpo_run: Callab
     assert {"grad_norm", "entropy"} <= set(every_step.curves)
 
 
+@pytest.mark.parametrize("factor", [1000.0, math.nan])
+def test_on_a_stock_strategy_a_skip_leaves_weights_and_optimizer_alone(
+    grpo_run: Callable[..., Any], factor: float
+) -> None:
+    gepo = GEPO(advantages=False, guard=GUARD)
+    run = grpo_run(Spike({4: factor}), gepo, max_steps=6, strategy="auto")
+    weights = run.watch.weights
+    assert torch.equal(weights[4], weights[3])
+    assert not torch.equal(weights[5], weights[4])
+    assert gepo.state.total_skips == 1
+    assert {int(state["step"]) for state in run.trainer.optimizers[0].state.values()} == {5}
+
+
 def test_its_memory_survives_a_checkpoint_and_goes_on_bit_for_bit(grpo_run: Callable[..., Any], tmp_path: Any) -> None:
     """FR-115, FR-117."""
     whole = GEPO(guard=GUARD)

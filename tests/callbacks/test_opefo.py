@@ -70,7 +70,8 @@ class Gradients(pl.Callback):
         self.seen: list[torch.Tensor] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.seen.append(torch.cat([p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]))
+        parts = [p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]
+        self.seen.append(torch.cat(parts or [torch.zeros(1)]))
 
 
 def snapshots(**settings: Any) -> OPEFO:
@@ -367,6 +368,18 @@ def test_snapshots_of_another_run_are_neither_used_nor_deleted(grpo_run: Callabl
     assert Path(run.events("rollback")[0]["path"]).name == snapshot_name(2)
     assert len(list(folder.glob("*.superseded"))) == 2
     assert snapshots_in(folder)[0].name == snapshot_name(5)
+
+
+def test_on_a_stock_strategy_feedback_and_rollback_work_as_well(grpo_run: Callable[..., Any]) -> None:
+    opefo = OPEFO(second_moment=False, snapshots=SnapshotConfig(every_steps=2, recovery_steps=3))
+    guard = GEPO(advantages=False, guard=GUARD)
+    run, before, after = fed(
+        grpo_run, Spike({4: 1e4}), Poison("weights", 9), guard, opefo, max_steps=12, strategy="auto"
+    )
+    shares = [float((a - b).norm() / b.norm()) for b, a in zip(before[5:9], after[5:9], strict=True)]
+    assert shares == pytest.approx([0.3, 0.3, 0.2, 0.2], abs=1e-4)
+    assert len(run.events("rollback")) == 1
+    assert run.weights.isfinite().all()
 
 
 def test_tied_weights_stay_tied_and_modes_stay_after_a_rollback(

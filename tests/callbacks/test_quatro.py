@@ -313,6 +313,14 @@ def test_when_everything_is_filtered_the_step_does_nothing_and_says_so(
     assert sum("every completion was filtered out" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_on_a_stock_strategy_an_empty_step_does_nothing_either(grpo_run: Callable[..., Any]) -> None:
+    rewards = rewarded([1.0, 0.0, 0.0, 1.0] * 2, [1.0] * 8, [0.0, 1.0, 1.0, 0.0] * 2)
+    run = grpo_run(only(filter=True), settings={"reward_funcs": [rewards]}, max_steps=3, strategy="auto")
+    weights = run.watch.weights
+    assert torch.equal(weights[1], weights[0])
+    assert not torch.equal(weights[2], weights[1])
+
+
 def test_a_run_without_any_signal_is_alarmed_and_stopped(grpo_run: Callable[..., Any]) -> None:
     """FR-139: every answer the same, all rewards 0."""
     config = RolloutFilterConfig(idle_alarm_rollouts=3, max_idle_rollouts=5)
