@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_rlstab.control.protocols import GradientNorms, MicroBatchGuard, PolicyModule, Verdict, Vote
-from lightning_rlstab.core.checks import choice, flag
+from lightning_rlstab.core.checks import choice, flag, number
 from lightning_rlstab.strategies import voting
 from lightning_rlstab.strategies.checkpoint import CheckpointMixin
 from lightning_rlstab.strategies.clipping import clip_by_norm, clip_by_value, scale_gradients
@@ -71,10 +71,17 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set the strategy up and, for a fit, the gate: names of parameters, schedules, the voting callback."""
+        """Set the strategy up and, for a fit, the gate: names of parameters, schedules, the voting callback.
+
+        Raises:
+            ValueError: If ``gradient_clip_val`` is not a finite number above 0.
+        """
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        if trainer.gradient_clip_val is not None:
+            # Lightning takes 0 as "off" and hands NaN on to every gradient.
+            number("gradient_clip_val", trainer.gradient_clip_val, above=0, advice="Leave it out to clip nothing")
         assert self.lightning_module is not None
         self._named = named_trainable_parameters(self.lightning_module, self.optimizers)
         self._staging.is_open = False

@@ -96,7 +96,7 @@ def _reduced_squares(
     # The branch is the same on all ranks: it asks for the kind of the parameters, not for their gradients.
     is_sharded = collectives.world_size > 1 and any(isinstance(p, DTensor) for p in parameters.values())
     if present:
-        found = _norms([local(gradient) for _, gradient in present], dtype).to(collectives.device).double().square()
+        found = _norms([local(gradient) for _, gradient in present], dtype).to(collectives.device).square()
         if is_sharded:
             copies = [copies_over_ranks(gradient, collectives.world_size) for _, gradient in present]
             found = found / torch.tensor(copies, dtype=torch.float64).to(collectives.device)
@@ -110,17 +110,20 @@ def _reduced_squares(
 
 
 def _norms(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(param,) L2 norms of dense local pieces, accumulated in ``dtype``."""
+    """(param,) float64 L2 norms of local pieces, accumulated in ``dtype`` or wider."""
     dense = [piece.coalesce().values() if piece.is_sparse else piece for piece in pieces]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for row, piece in enumerate(dense):
         by_dtype.setdefault(piece.dtype, []).append(row)
-    norms: list[Tensor] = [torch.empty(0)] * len(dense)
+    norms = torch.zeros(len(dense), dtype=torch.float64, device=dense[0].device)
     for kind, rows in by_dtype.items():
-        accumulator = None if kind == dtype else dtype
-        for row, norm in zip(rows, torch._foreach_norm([dense[r] for r in rows], 2, dtype=accumulator), strict=True):
-            norms[row] = norm
-    return torch.stack(norms)
+        wide = torch.promote_types(kind, dtype)
+        found = torch._foreach_norm([dense[row] for row in rows], 2, dtype=None if kind == wide else wide)
+        values = torch.stack(found).double()
+        if len(by_dtype) == 1:
+            return values
+        norms[torch.tensor(rows, device=norms.device)] = values
+    return norms
 
 
 def _record(names: Sequence[str], squares: Sequence[float]) -> GradientNorms:

@@ -226,3 +226,81 @@ def test_more_than_one_device_is_refused_with_the_strategies_to_use():
 def test_options_are_checked(option, value):
     with pytest.raises(ValueError, match=f"`{option}` must be"):
         RLStabSingleDevice(**{option: value})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+def test_fr_012_clipping_limits_that_freeze_or_spoil_the_weights_are_refused(small, fit, value):
+    with pytest.raises(ValueError, match="`gradient_clip_val` must be a finite number and above 0"):
+        fit(small(), strategy="rlstab", gradient_clip_val=value)
+
+
+@pytest.mark.parametrize("value", [True, "1.0"])
+def test_fr_012_clipping_limits_that_are_no_numbers_are_refused(small, fit, value):
+    with pytest.raises((ValueError, TypeError), match="gradient_clip_val"):
+        fit(small(), strategy="rlstab", gradient_clip_val=value)
+
+
+def test_fr_010_a_huge_finite_gradient_is_clipped_and_not_zeroed(small, fit, voter):
+    module, seen = small(optimizer="sgd", lr=1.0), voter()
+    module.poison = {0: 1e24}
+    start = weights(module)
+    fit(module, strategy="rlstab", micro_batches=1, callbacks=[seen], gradient_clip_val=1.0)
+    moved = torch.cat([(a - b.detach()).flatten() for a, b in zip(start, module.parameters(), strict=True)]).norm()
+    assert seen.norms[0].total > 1e20
+    assert seen.norms[0].is_finite
+    assert float(moved) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_fr_112_guards_see_the_complete_gradient_once_per_step_and_the_third_micro_batch_by_itself(
+    small, fit, voter, dropper
+):
+    module, seen, staged = small(), voter(), dropper()
+    module.poison = {2: 1e6}
+    fit(module, strategy="rlstab", micro_batches=4, callbacks=[seen, staged], accumulate_grad_batches=4)
+    assert len(seen.norms) == 1
+    totals = [norms.total for norms in staged.norms]
+    assert totals.index(max(totals)) == 2
+    assert totals[2] > 1e3 * sum(totals[:2])
+    assert seen.norms[0].total == pytest.approx(totals[2], rel=1e-2)
+
+
+def test_fr_152_clipping_with_manual_optimization_is_answered_with_what_to_change(small, fit):
+    module = small()
+    module.automatic_optimization = False
+    with pytest.raises(Exception, match="Automatic gradient clipping is not supported for manual optimization"):
+        fit(module, strategy="rlstab", gradient_clip_val=1.0)
+
+
+def test_norms_are_measured_once_until_a_gradient_changes(small, fit, monkeypatch):
+    from lightning_rlstab.strategies import gate
+
+    calls = []
+    real = gate.gradient_norms
+    monkeypatch.setattr(gate, "gradient_norms", lambda *args: calls.append(1) or real(*args))
+
+    class Several(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            first = trainer.strategy.gradient_norms()
+            assert trainer.strategy.gradient_norms() is first
+            optimizer.param_groups[0]["params"][0].grad.mul_(2)
+            assert trainer.strategy.gradient_norms().total > first.total
+
+    fit(small(), strategy="rlstab", micro_batches=1, callbacks=[Several()], gradient_clip_val=1.0)
+    assert len(calls) == 2
+
+
+def test_nothing_is_staged_and_no_gradient_copied_unless_a_callback_asks(small, fit, dropper):
+    asked, silent = dropper(), dropper(is_needed=False)
+    identities = []
+
+    class Watch(pl.Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            identities.append([p.grad is not None for p in pl_module.parameters()])
+
+    fit(small(), strategy="rlstab", micro_batches=3, callbacks=[silent, Watch()], accumulate_grad_batches=3)
+    assert silent.norms == []
+    assert identities == [[False] * 4, [True] * 4, [True] * 4]
+    identities.clear()
+    fit(small(), strategy="rlstab", micro_batches=3, callbacks=[asked, Watch()], accumulate_grad_batches=3)
+    assert len(asked.norms) == 3
+    assert identities == [[False] * 4] * 3
