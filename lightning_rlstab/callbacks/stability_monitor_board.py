@@ -43,7 +43,7 @@ class MonitorBoard:
         self._names = set(extra_names)
         self._has_pictures = has_pictures
         self._steps = 0
-        self._marked: dict[str, bool] = {}
+        self._marked: set[str] = set()
 
     @classmethod
     def of(cls, trainer: pl.Trainer, events: Path, *, has_pictures: bool) -> MonitorBoard:
@@ -79,14 +79,12 @@ class MonitorBoard:
         kinds = {str(event["event"]) for event in happened} & _MARKED
         norm = values.get("grad_norm", 1.0)
         height = norm if math.isfinite(norm) and norm > 0 else 1.0
-        for kind in kinds - self._marked.keys():
-            self._marked[kind] = False
+        for kind in kinds - self._marked:
             if at:
                 self.scalars({f"rlstab/events/{kind}": 0.0}, at - 1)
-        for kind, was_marked in self._marked.items():
-            if kind in kinds or was_marked:  # a needle: up at the event, down at the next step
-                self.scalars({f"rlstab/events/{kind}": height if kind in kinds else 0.0}, at)
-            self._marked[kind] = kind in kinds
+        self._marked |= kinds
+        # From the first event of a kind on, a point per step: TensorBoard's smoothing would bend sparse needles.
+        self.scalars({f"rlstab/events/{kind}": height if kind in kinds else 0.0 for kind in self._marked}, at)
         for event in happened:
             if event["event"] == "spike":
                 self._spike(event)

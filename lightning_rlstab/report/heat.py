@@ -14,8 +14,8 @@ from lightning_rlstab.report.events import number_from_json
 
 __all__ = ["Strip", "layer_token_image", "strip_html", "strip_image", "strip_of"]
 
-_LINE_PIXELS = 22
-_WIDTH_PIXELS = 900
+_LINE_PIXELS = 24
+_WIDTH_PIXELS = 560  # TensorBoard shows pictures some 350 pixels wide
 _MOST_TOKENS = 400
 
 
@@ -102,7 +102,7 @@ def strip_image(strip: Strip) -> np.ndarray:
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.load_default(size=14)
+    font = ImageFont.load_default(size=16)
     strengths = _strengths(strip.weights)
     places, x, line = [], 4.0, 0
     for position in _window(strip):
@@ -112,7 +112,8 @@ def strip_image(strip: Strip) -> np.ndarray:
             x, line = 4.0, line + 1
         places.append((position, text, x, line, width))
         x += width
-    image = Image.new("RGB", (_WIDTH_PIXELS, (line + 1) * (_LINE_PIXELS + 4) + 8), "white")
+    used = math.ceil(max((left + width for _, _, left, _, width in places), default=0.0)) + 4
+    image = Image.new("RGB", (max(used, 240), (line + 1) * (_LINE_PIXELS + 4) + 8), "white")
     draw = ImageDraw.Draw(image)
     for position, text, left, row, width in places:
         top = 4 + row * (_LINE_PIXELS + 4)

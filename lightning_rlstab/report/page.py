@@ -54,7 +54,7 @@ svg circle{fill:currentColor;stroke:none}
 border-bottom:1px solid var(--line);vertical-align:top}th{color:var(--mute);font-weight:600}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 .strip{font:13px/2 ui-monospace,monospace;background:#fff;color:#111;border-radius:6px;padding:8px;
-overflow-wrap:anywhere;max-height:22em;overflow-y:auto}.strip span{padding:2px 1px;white-space:pre-wrap}
+overflow-wrap:anywhere;max-height:22em;overflow-y:auto}.strip span{padding:2px 2px;margin:0 1px;white-space:pre-wrap}
 .strip .culprit{outline:2px solid #111;border-radius:2px;font-weight:700}
 .bar{display:inline-block;height:9px;background:var(--c0);border-radius:2px;vertical-align:middle;margin-right:6px}
 details{margin:8px 0}summary{cursor:pointer}
