@@ -78,8 +78,8 @@ class TokenClip(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Two clips of different kinds keep two memories."""
-        return f"TokenClip(by={self.by})"
+        """Several clips may be stacked; the one that has a memory keeps it when its settings change."""
+        return "TokenClip(head_norm)" if self.by == "head_norm" else f"TokenClip({self.low}, {self.high}, {self.mode})"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the run."""

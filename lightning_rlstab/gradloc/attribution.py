@@ -24,6 +24,7 @@ __all__ = [
 _OFF_TYPICALLY = 0.2
 _OFF_TOKEN = math.log(2.0)
 _TIMES_TYPICAL = 3.0
+_FEWEST_TOKENS = 4  # of a sequence that can be said to be off as a whole
 _RARE_LOGPROB = -8.0
 _LARGE_ADVANTAGE = 4.0
 # A layer verdict needs a few layers with most of the spike, at odds that are unusual for them.
@@ -60,7 +61,7 @@ def mismatch_reading(signals: WindowSignals) -> Mismatch:
         typical=typical,
         is_systematic=is_systematic,
         per_sequence=per_sequence,
-        off_sequences=per_sequence > limit,
+        off_sequences=(per_sequence > limit) & (known.sum(dim=-1) >= _FEWEST_TOKENS),
     )
 
 

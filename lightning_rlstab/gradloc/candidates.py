@@ -35,9 +35,10 @@ class NormEstimates:
     Args:
         oracle: Whose tokens are ranked.
         shares: Tier 1's answer, trusted or not.
+        closed: Bool, tokens that are spoken for already.
     """
 
-    def __init__(self, oracle: GradientOracle, shares: Shares) -> None:
+    def __init__(self, oracle: GradientOracle, shares: Shares, *, closed: Tensor | None = None) -> None:
         signals = oracle.signals
         sizes = shares.values.abs() if shares.is_complete else torch.zeros_like(shares.values)
         self._has_shares = shares.is_complete
@@ -45,7 +46,7 @@ class NormEstimates:
         self._lower_bounds = sizes * oracle.grad_norm
         self._if_alone = sizes.sqrt() * oracle.grad_norm
         self._head = (signals.slope.abs() if signals.head_norms is None else signals.head_norms).double().nan_to_num()
-        self._is_open = signals.mask.clone()
+        self._is_open = signals.mask.clone() if closed is None else signals.mask & ~closed
         self._ratios: list[float] = []
 
     def next_candidate(self, floor: float) -> TokenAddress | None:

@@ -159,7 +159,7 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight))
     sequence = _dominant_sequence(weight, case.mismatch)
     if sequence is not None and not case.mismatch.is_systematic:
-        return _with_strip(_sequence_finding(case, sequence, values, blank), weight)
+        return _with_strip(_sequence_finding(case, sequence, shares, blank), weight)
     largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
     if float(largest.sum()) < _DOMINANT_SHARE:
         return blank
@@ -199,32 +199,41 @@ def _dominant_sequence(weight: Tensor, mismatch: Mismatch) -> tuple[int, int, in
     return (place[0], place[1], place[2]) if is_blamed else None
 
 
-def _sequence_finding(case: _Case, sequence: tuple[int, int, int], values: Tensor | None, blank: Finding) -> Finding:
-    """Take the whole sequence away with one masked backward; its largest tokens are listed."""
+def _sequence_finding(case: _Case, sequence: tuple[int, int, int], shares: Shares, blank: Finding) -> Finding:
+    """Take the whole sequence away with one masked backward, then look for single tokens in the others.
+
+    Its largest tokens are listed, after them the single ones.
+    """
     signals = case.oracle.signals
+    values = shares.values if shares.is_complete else None
     tokens = torch.zeros_like(signals.mask)
     tokens[sequence] = signals.mask[sequence]
-    part = case.oracle.subset_gradient(tokens)
+    profile = layer_shares(case.oracle.subset_gradient(tokens).layers)
     remaining = case.oracle.deduct()
+    others = _confirmed_tokens(case, shares, closed=tokens)
     size = values if values is not None else signals.slope.abs() if signals.head_norms is None else signals.head_norms
     order = size[sequence].argsort(descending=True).tolist()
     listed = [TokenAddress(*sequence, token) for token in order if bool(tokens[sequence][token])]
-    culprits = tuple(
-        dataclasses.replace(
-            _culprit(case, address, None, values), cause="sequence_mismatch", layers=layer_shares(part.layers)
-        )
-        for address in listed[: case.settings.top_k]
+    room = max(case.settings.top_k - len(others.tokens), 1)
+    of_sequence = [_culprit(case, address, None, values) for address in listed[:room]]
+    culprits = (
+        *(dataclasses.replace(culprit, cause="sequence_mismatch", layers=profile) for culprit in of_sequence),
+        *(_culprit(case, address, part, values) for address, part in others.tokens),
     )
     return dataclasses.replace(
-        blank, verdict="sequence", culprits=culprits, remaining_norm=remaining, backward_probes=1
+        blank,
+        verdict="sequence",
+        culprits=culprits,
+        remaining_norm=remaining if others.remaining is None else others.remaining,
+        backward_probes=1 + others.probes,
     )
 
 
-def _confirmed_tokens(case: _Case, shares: Shares) -> _Confirmed:
+def _confirmed_tokens(case: _Case, shares: Shares, *, closed: Tensor | None = None) -> _Confirmed:
     """Measure candidates one by one, largest estimate first, until what is left would not be a culprit."""
     oracle, settings = case.oracle, case.settings
     floor = settings.culprit_frac * case.threshold
-    estimates = NormEstimates(oracle, shares)
+    estimates = NormEstimates(oracle, shares, closed=closed)
     tokens: list[tuple[TokenAddress, SubsetGradient]] = []
     remaining: float | None = None
     misses = probes = 0

@@ -96,7 +96,7 @@ class GradientOracle(Protocol):
         signals: What the forward passes left behind.
         grad_norm: ||g||; inf or NaN when any entry is.
         layer_norms: Norm of g per layer by name.
-        cost_sweeps: Work done so far, in forward+backward sweeps over the step.
+        cost_sweeps: Work done so far on this rank, in forward+backward sweeps over its part of the step.
     """
 
     signals: WindowSignals

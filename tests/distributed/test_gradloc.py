@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,9 +12,16 @@ import torch
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(24)]
 STEP = 3
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather is deprecated.*:FutureWarning")  # lightning's own gather
+
 
 def distinct_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion))) for completion in completions]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Equal findings; only the work done is each rank's own."""
+    return dataclasses.replace(first, cost_sweeps=0.0) == dataclasses.replace(second, cost_sweeps=0.0)
 
 
 class Weights(pl.Callback):
@@ -78,7 +86,7 @@ def test_both_ranks_name_the_same_token_of_the_second_rank(grpo_on_ranks, strate
     (first, weights), (second, others) = grpo_on_ranks(strategy, faults, {"action": "remove"})
     assert first.verdict == second.verdict == "tokens"
     assert first.completeness == pytest.approx(1, abs=1e-3)
-    assert first == second
+    assert same(first, second)
     (culprit,) = first.culprits
     assert (culprit.address.micro_batch, culprit.address.rank) == (1, 1)
     assert culprit.cause == "token_mismatch"
@@ -115,6 +123,6 @@ def test_a_non_finite_loss_on_one_rank_is_traced_by_both(grpo_on_ranks) -> None:
 def test_the_reference_search_finds_the_rank_by_halving(grpo_on_ranks) -> None:
     faults = [{**MISMATCH, "rank": 1, "micro_batch": 1, "magnitude": 2000.0}]
     (first, _), (second, _) = grpo_on_ranks("rlstab_fsdp", faults, {"action": "report", "search": "bisect"})
-    assert first == second
+    assert same(first, second)
     assert first.tier == 3
     assert first.culprits[0].address[:2] == (1, 1)

@@ -101,6 +101,28 @@ def test_a_sequence_that_is_off_as_a_whole_is_taken_as_a_whole(oracle_of) -> Non
     assert finding.is_removal_enough
 
 
+def test_single_culprits_beside_a_bad_sequence_are_named_too(oracle_of) -> None:
+    ratios = torch.zeros(SHAPE)
+    ratios[2, 0, 1] = -2.0
+    ratios[0, 0, 3, 2] = 4.0
+    tokens = {(2, 0, 1, token): 2.0 for token in range(16)}
+    finding = find(oracle_of({**tokens, (0, 0, 3, 2): 5.0}, log_ratios=ratios))
+    assert finding.verdict == "sequence"
+    assert len(finding.culprits) == 8
+    assert finding.culprits[-1].address == (0, 0, 3, 2)
+    assert finding.culprits[-1].cause == "token_mismatch"
+    assert finding.is_removal_enough
+
+
+def test_a_sequence_of_two_tokens_is_not_off_as_a_whole(oracle_of) -> None:
+    mask = torch.ones(SHAPE, dtype=torch.bool)
+    mask[1, 0, 1, 2:] = False
+    places = [(1, 0, 1, 0), (1, 0, 1, 1)]
+    finding = find(oracle_of(dict.fromkeys(places, 5.0), mask=mask, log_ratios=ratios_at(*places)))
+    assert finding.verdict == "tokens"
+    assert named(finding) == set(places)
+
+
 def test_one_bad_token_does_not_make_its_sequence_look_off(oracle_of) -> None:
     finding = find(oracle_of({(2, 0, 1, 3): 9.0}, log_ratios=ratios_at((2, 0, 1, 3), log_ratio=8.0)))
     assert finding.verdict == "tokens"
