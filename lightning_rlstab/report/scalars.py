@@ -53,7 +53,7 @@ _TRL = (
     Scalar("learning_rate", "1", "Learning rate of the first parameter group", "context"),
     Scalar("num_tokens", "tokens", "Prompt and completion tokens processed since the start", "context"),
     Scalar("reward", "reward", "Mean over completions of the weighted sum of rewards", "higher"),
-    Scalar("reward_std", "reward", "Mean over groups of the rewards' standard deviation; 0 means no signal", "context"),
+    Scalar("reward_std", "reward", "Standard deviation of the reward over all completions; 0 means no signal", "context"),
     Scalar("rewards/{name}/mean", "reward", "Mean of one reward function, unweighted", "higher"),
     Scalar("rewards/{name}/std", "reward", "Standard deviation of one reward function over completions", "context"),
     Scalar(
@@ -114,6 +114,13 @@ _LIGHTNING = (
     Scalar("lr-{optimizer}", "1", "Learning rate by the LearningRateMonitor callback", "context"),
 )
 
+# TRL's names of single loss types and of the entropy bonus.
+_TRL_VARIANTS = (
+    Scalar("cispo_clip_ratio", "fraction", "Share of tokens whose importance weight CISPO capped", "lower", (0.0, 0.3)),
+    Scalar("vespo/phi_seq_mean", "1", "Mean VESPO weight of the sequences; 1 on-policy", "range"),
+    Scalar("entropy_coef", "1", "Coefficient of the entropy bonus", "context"),
+)
+
 # Held-out evaluation.
 _VALIDATION = (
     Scalar("val/reward", "reward", "Mean reward on held-out prompts", "higher"),
@@ -142,6 +149,7 @@ _GRPO = (
     ),
     Scalar("rlstab/grpo/rewards_nan", "count", "NaN rewards in the last rollout", "lower", (0.0, 0.0)),
     Scalar("rlstab/grpo/rewards_inf", "count", "Infinite rewards in the last rollout", "lower", (0.0, 0.0)),
+    Scalar("rlstab/grpo/rewards_timed_out", "count", "Rewards that did not come in time", "lower", (0.0, 0.0)),
     Scalar("rlstab/grpo/kl_max", "nats", "Largest KL of a single token; one outlier is no drift", "lower"),
     Scalar("rlstab/grpo/non_finite_tokens", "count", "Loss tokens that are NaN or infinite", "lower", (0.0, 0.0)),
     Scalar("rlstab/grpo/floored_tokens", "count", "Tokens whose log-probability was raised to -100 nats", "lower"),
@@ -363,6 +371,7 @@ SCALARS: dict[str, Scalar] = {
     row.name: row
     for row in (
         *_TRL,
+        *_TRL_VARIANTS,
         *_LIGHTNING,
         *_VALIDATION,
         *_TEST,

@@ -95,6 +95,7 @@ def rollout_metrics(readings: Mapping[str, Tensor]) -> dict[str, float]:
         "rlstab/grpo/rewards_missing": values["rewards_missing_count"],
         "rlstab/grpo/rewards_nan": values["rewards_nan_count"],
         "rlstab/grpo/rewards_inf": values["rewards_inf_count"],
+        "rlstab/grpo/rewards_timed_out": values["rewards_timed_out_count"],
     }
     for kind in ("length", "terminated_length"):
         name = f"completions/{kind}"
