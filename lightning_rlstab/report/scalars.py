@@ -53,7 +53,7 @@ _TRL = (
     Scalar("learning_rate", "1", "Learning rate of the first parameter group", "context"),
     Scalar("num_tokens", "tokens", "Prompt and completion tokens processed since the start", "context"),
     Scalar("reward", "reward", "Mean over completions of the weighted sum of rewards", "higher"),
-    Scalar("reward_std", "reward", "Standard deviation of the reward over all completions; 0 means no signal", "context"),
+    Scalar("reward_std", "reward", "Standard deviation of the reward over completions; 0 means no signal", "context"),
     Scalar("rewards/{name}/mean", "reward", "Mean of one reward function, unweighted", "higher"),
     Scalar("rewards/{name}/std", "reward", "Standard deviation of one reward function over completions", "context"),
     Scalar(
