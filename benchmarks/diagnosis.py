@@ -1,8 +1,8 @@
 """How well the monitor's rules read labelled runs: right cause first, false alarms, delay.
 
 Synthetic curves of healthy runs and of twelve kinds of sick ones with known onset. Half of the seeds ("tune") was
-looked at when the thresholds were set; the other half ("held out") gives the figures. ``--runs DIR`` adds real runs:
-each sub-folder is a run folder with a ``label.json`` (``{"cause": null or name, "onset": step}``), counted as held out.
+looked at when the thresholds were set; the other half ("held out") gives the figures. ``--runs DIR`` adds real runs
+made by ``diagnosis_runs.py``, counted as held out.
 
 Run: ``python benchmarks/diagnosis.py [--quick] [--half tune] [--runs DIR] [--verbose]``.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_rlstab.report.diagnosis import HARD_CAUSES, ranked
+from lightning_rlstab.report.diagnosis import HARD_CAUSES, diagnose, ranked
 from lightning_rlstab.report.memory import MonitorConfig, MonitorState
 from lightning_rlstab.report.monitor import restarted, step
 from lightning_rlstab.report.run import Reading
@@ -333,14 +333,6 @@ def synthetic_run(cause: str | None, seed: int) -> LabelledRun:
     return run
 
 
-def real_runs(folder: Path) -> Iterator[LabelledRun]:
-    """Runs on disk, each folder with a ``label.json``."""
-    for label_file in sorted(folder.glob("*/label.json")):
-        label = json.loads(label_file.read_text())
-        run = read_run(label_file.parent)
-        yield LabelledRun(label_file.parent.name, label["cause"], label.get("onset", -1), [list(run.readings())])
-
-
 @dataclass
 class Outcome:
     """What the monitor said about one run."""
@@ -370,6 +362,19 @@ def watch(run: LabelledRun) -> Outcome:
             alarms += [(finding.cause, reading.step) for finding in fresh if finding.is_alarm]
     order = [finding for finding in ranked(state.findings.values()) if finding.is_alarm]
     return Outcome(run, order[0].cause if order else None, alarms)
+
+
+def real_outcomes(folder: Path) -> Iterator[Outcome]:
+    """What the monitor said live, and the report afterwards, about runs on disk (see ``diagnosis_runs.py``)."""
+    for label_file in sorted(folder.glob("*/label.json")):
+        label = json.loads(label_file.read_text())
+        run = read_run(label_file.parent)
+        alarms = [(str(event["cause"]), int(event["step"])) for event in run.events if event["event"] == "alarm"]
+        found = diagnose(run).alarms
+        first = found[0].cause if found else None
+        # Several causes may be right; the one that was named counts as the label.
+        cause = first if first in label["causes"] else next(iter(label["causes"]), None)
+        yield Outcome(LabelledRun(label_file.parent.name, cause, label["onset"]), first, alarms)
 
 
 def figures(outcomes: list[Outcome]) -> dict[str, float]:
@@ -404,9 +409,11 @@ def main() -> None:
     offset = 0 if options.half == "tune" else 1
     runs = [synthetic_run(None, 2 * seed + offset) for seed in range(well)]
     runs += [synthetic_run(cause, 2 * seed + offset) for cause in SICK for seed in range(per_kind)]
-    if options.runs:
-        runs += list(real_runs(options.runs))
     outcomes = [watch(run) for run in runs]
+    if options.runs:
+        real = list(real_outcomes(options.runs))
+        print("real runs:", json.dumps(figures(real)))
+        outcomes += real
     wrong: Counter[str] = Counter()
     for one in outcomes:
         is_right = not one.alarms if one.run.cause is None else one.first_cause == one.run.cause

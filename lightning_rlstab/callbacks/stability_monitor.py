@@ -198,9 +198,12 @@ class StabilityMonitor(pl.Callback):
         base = self.state.signals.get("grad_norm")
         if base is not None and base.is_settled:
             own["rlstab/monitor/grad_norm_drift"] = math.exp(base.level - base.base)
-        pl_module.log_dict({**own, **self._layer_norms}, on_step=True, on_epoch=False, batch_size=1)
+        own |= self._layer_norms
+        if (at + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(own, step=at)
         if self._board is not None:
-            self._board.after_step(at, {**values, **own, **self._layer_norms})
+            self._board.after_step(at, {**values, **own})
         self._norm, self._layer_norms, self._repetition = None, {}, None
 
     def _own_readings(self, trainer: pl.Trainer) -> dict[str, float]:
