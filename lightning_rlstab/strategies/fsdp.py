@@ -155,6 +155,15 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         """The mesh that ``fully_shard`` takes: "data_parallel", or "replicate" times "shard"."""
         return self.device_mesh[REPLICATE, SHARD] if self.replicate_size > 1 else self.device_mesh["data_parallel"]
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number of data-parallel ranks and this one's place among them; tensor-parallel ranks share a place."""
+        mesh = self.shard_mesh
+        if mesh.ndim == 1:
+            return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        rank = mesh.get_local_rank(REPLICATE) * mesh.size(1) + mesh.get_local_rank(SHARD)
+        return {"num_replicas": mesh.size(), "rank": rank}
+
     def shard_model(self) -> None:
         """Shard every root of the module, block by block.
 
@@ -170,8 +179,7 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         for _, root in roots(module):
             self._shard(root)
         self._units = fsdp_modules(module)
-        size, tensor_size = self.device_mesh["data_parallel"].size(), self.device_mesh["tensor_parallel"].size()
-        check_sharded(module, shard_size=size // self.replicate_size, tensor_size=tensor_size)
+        check_sharded(module, tensor_size=self.device_mesh["tensor_parallel"].size())
 
     def full_state_dict(self, policy: nn.Module) -> Mapping[str, Tensor]:
         """Whole weights under the names of ``policy.state_dict()``, on the CPU of rank 0; empty on other ranks.

@@ -63,7 +63,7 @@ def mesh_sizes(
 
 
 def replicated_mesh(device_type: str, *, replicate_size: int, shard_size: int, tensor_size: int) -> DeviceMesh:
-    """The HSDP mesh: copies times shards times tensor-parallel ranks, with "data_parallel" naming the first two.
+    """The HSDP mesh: copies times shards times tensor-parallel ranks.
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``.
@@ -73,19 +73,16 @@ def replicated_mesh(device_type: str, *, replicate_size: int, shard_size: int, t
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(
+    return init_device_mesh(
         device_type, (replicate_size, shard_size, tensor_size), mesh_dim_names=(REPLICATE, SHARD, TENSOR)
     )
-    mesh[REPLICATE, SHARD]._flatten("data_parallel")
-    return mesh
 
 
-def check_sharded(module: pl.LightningModule, *, shard_size: int, tensor_size: int) -> None:
+def check_sharded(module: pl.LightningModule, *, tensor_size: int) -> None:
     """Refuse a model whose weights are whole although the mesh asks for shards.
 
     Args:
         module: The module after sharding.
-        shard_size: Ranks the data-parallel dimension shards over.
         tensor_size: Ranks of the tensor-parallel dimension.
 
     Raises:

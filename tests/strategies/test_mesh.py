@@ -107,4 +107,4 @@ def test_weights_outside_of_any_submodule_are_refused(tmp_path, monkeypatch):
     from lightning_rlstab.strategies.mesh import check_sharded
 
     with pytest.raises(ValueError, match="`Loose` must hold every trainable weight in a submodule"):
-        check_sharded(Loose(), shard_size=2, tensor_size=1)
+        check_sharded(Loose(), tensor_size=1)
