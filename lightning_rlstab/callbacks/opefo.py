@@ -134,7 +134,9 @@ class OPEFO(pl.Callback):
         self.keeper = SnapshotKeeper(self.snapshots, trainer, self._run)
         self.keeper.set_later_aside()
         if self.snapshots.at_start:
+            steps = self.recovery.steps
             self._take_snapshot(trainer)
+            self.recovery = dataclasses.replace(self.recovery, steps=steps)  # resuming must not move the rhythm
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the snapshot that is being written."""

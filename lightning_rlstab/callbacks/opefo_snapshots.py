@@ -139,7 +139,8 @@ class SnapshotKeeper:
     def _put_back(self, checkpoint: Mapping[str, Any], pl_module: pl.LightningModule, besides: pl.Callback) -> None:
         trainer = self._trainer
         trainer.strategy.load_model_state_dict(checkpoint, strict=pl_module.strict_loading)
-        trainer.strategy.load_optimizer_state_dict(checkpoint)
+        if "optimizer_states" in checkpoint:  # else they were shards, and reading them has put them back
+            trainer.strategy.load_optimizer_state_dict(checkpoint)
         for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         for optimizer in trainer.optimizers:
