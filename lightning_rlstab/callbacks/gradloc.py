@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -53,7 +52,8 @@ class GradLoc(pl.Callback):
 
     What survives a resume: the running level, each layer's usual share, and the counts.
 
-    Put it before GEPO and OPEFO in the list of callbacks: then they see the step without the culprits.
+    Put it before GEPO and OPEFO in the list of callbacks: then they see the step without the culprits. A micro-batch
+    that a guard drops while it is staged is searched all the same, and its clean part is given back to the step.
 
     Args:
         trigger: Threshold of one token's gradient, tau_token > 0; None learns it from the run.
@@ -154,23 +154,54 @@ class GradLoc(pl.Callback):
         threshold = spike_threshold(self.config, self.state, tokens)
         is_spike = not norms.is_finite or (threshold is not None and norms.total > threshold)
         readings: dict[str, float] = {} if threshold is None else {"rlstab/gradloc/threshold": threshold}
-        if not is_spike or all(entry.is_dropped for entry in policy.window):
+        dropped = [entry.is_dropped for entry in policy.window]
+        if not is_spike or all(dropped):
             shares = dict(layer_shares(norms.per_layer))
             reading = TriggerReading(norm=norms.total, window_tokens=tokens, layer_shares=shares)
             self.state = trigger_step(self.config, self.state, reading)
         else:
             readings |= self._answer(trainer, pl_module, tokens, math.inf if threshold is None else threshold)
+        if any(dropped):
+            readings |= self._answer_dropped(trainer, pl_module, tokens, math.inf if threshold is None else threshold)
         readings["rlstab/gradloc/spikes"] = float(self.state.spikes)
         pl_module.log_dict(readings, on_step=True, on_epoch=False, batch_size=1)
 
     def _answer(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: float, threshold: float
     ) -> dict[str, float]:
+        """Search the step's gradient and act on it."""
+        with self._oracle(trainer, pl_module, is_of_dropped=False) as oracle:
+            finding = self._found(oracle, tokens, threshold)
+            done, norm = self._act(finding, oracle)
+        self._remember(finding, tokens, norm)
+        summary = self._report(trainer, pl_module, finding, oracle, done)
+        if done == "skipped":
+            self._tell_dropped(trainer, pl_module)
+        self._vote(trainer, done, summary)
+        return _readings(finding, self.state)
+
+    def _answer_dropped(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: float, threshold: float
+    ) -> dict[str, float]:
+        """Search micro-batches that another guard dropped whole, and give their clean part back to the step."""
+        policy: Any = pl_module
+        is_step_left = not all(entry.is_dropped for entry in policy.window)
+        with self._oracle(trainer, pl_module, is_of_dropped=True) as oracle:
+            finding = self._found(oracle, tokens, threshold)
+            done = "stopped" if self.action == "stop" else "dropped"
+            if self.action == "remove" and finding.is_removal_enough and is_step_left:
+                oracle.install_remaining()
+                done = "removed"
+        reading = TriggerReading(norm=None, window_tokens=tokens, layer_shares={}, is_spike=True)
+        self.state = trigger_step(self.config, self.state, reading)
+        self._vote(trainer, done, self._report(trainer, pl_module, finding, oracle, done))
+        return _readings(finding, self.state)
+
+    def _oracle(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_of_dropped: bool) -> StepOracle:
         assert self._probe is not None
         assert self._read_norms is not None
-        precision = trainer.precision_plugin
-        policy: Any = pl_module
-        oracle = StepOracle(
+        precision, policy = trainer.precision_plugin, cast(Any, pl_module)
+        return StepOracle(
             policy,
             self._probe,
             self._read_norms,
@@ -178,27 +209,18 @@ class GradLoc(pl.Callback):
             temperature=policy.settings.temperature,
             training_context=precision.forward_context,
             is_full_precision=str(precision.precision).startswith(("32", "64")),
+            is_of_dropped=is_of_dropped,
         )
-        tau_token = threshold * math.sqrt(max(tokens, 1.0))
-        with oracle:
-            finding = localized(
-                oracle,
-                threshold=threshold,
-                tau_token=tau_token,
-                settings=self.ladder,
-                usual_layers=dict(self.state.usual_layers) or None,
-            )
-            done, norm = self._act(finding, oracle)
-        self.last_finding = finding
-        self._remember(finding, tokens, norm)
-        fields = event_fields(
-            finding, oracle.signals, action=done, decode=_decoder(pl_module), context_tokens=_CONTEXT_TOKENS
+
+    def _found(self, oracle: StepOracle, tokens: float, threshold: float) -> Finding:
+        self.last_finding = localized(
+            oracle,
+            threshold=threshold,
+            tau_token=threshold * math.sqrt(max(tokens, 1.0)),
+            settings=self.ladder,
+            usual_layers=dict(self.state.usual_layers) or None,
         )
-        self._report(trainer, fields)
-        if done == "skipped":
-            self._tell_dropped(trainer, pl_module)
-        self._vote(trainer, done, str(fields["summary"]))
-        return _readings(finding, self.state)
+        return self.last_finding
 
     def _act(self, finding: Finding, oracle: StepOracle) -> tuple[str, float | None]:
         """What is done, and the norm of the gradient that will be applied (None when none is)."""
@@ -235,16 +257,23 @@ class GradLoc(pl.Callback):
         if self.state.releases > releases:
             _log.warning("GradLoc: the gradient norm stays high with nobody to blame; its level is learned anew.")
 
-    def _report(self, trainer: pl.Trainer, fields: Mapping[str, Any]) -> None:
+    def _report(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, finding: Finding, oracle: StepOracle, done: str
+    ) -> str:
+        """Write the event on rank 0; the summary in words is the same on every rank."""
+        decode = _decoder(pl_module)
+        fields = event_fields(finding, oracle.signals, action=done, decode=decode, context_tokens=_CONTEXT_TOKENS)
+        summary = str(fields["summary"])
         if not trainer.is_global_zero:
-            return
+            return summary
         assert self._events is not None
         self._events.write("spike", step=trainer.global_step, **fields)
-        _log.warning("GradLoc, step %d: %s", trainer.global_step, fields["summary"])
+        _log.warning("GradLoc, step %d: %s", trainer.global_step, summary)
         for logger in trainer.loggers:
             writer = getattr(logger, "experiment", None)
             if writer is not None and hasattr(writer, "add_text"):
-                writer.add_text("rlstab/gradloc/spike", fields["summary"], trainer.global_step)
+                writer.add_text("rlstab/gradloc/spike", summary, trainer.global_step)
+        return summary
 
     def _tell_dropped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Whoever keeps skipped gradients may look at this one: the culprits are out of it where they could be."""

@@ -54,6 +54,8 @@ class StepOracle:
         temperature: Divisor of the logits.
         training_context: The context in which the training forward ran (autocast).
         is_full_precision: Whether that forward was plain float32, so that probes may be compared with it.
+        is_of_dropped: Ask about the gradient of the micro-batches that a guard dropped, which is computed anew,
+            instead of the one in ``.grad``; what remains of it is then added to ``.grad``.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StepOracle:
         temperature: float,
         training_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         is_full_precision: bool = True,
+        is_of_dropped: bool = False,
     ) -> None:
         self._module = module
         self._probe = probe
@@ -76,7 +79,10 @@ class StepOracle:
         self._window = list(module.window)
         self._slopes = [local_slope(entry) for entry in self._window]
         self._entropy_slopes = [entropy_slope(entry) for entry in self._window]
-        self.signals = gathered_signals(self._window, temperature=temperature, all_gathered=probe.all_gathered)
+        self._is_of_dropped = is_of_dropped
+        self.signals = gathered_signals(
+            self._window, temperature=temperature, all_gathered=probe.all_gathered, is_of_dropped=is_of_dropped
+        )
         spoiled = self.signals.nonfinite["hidden_state"] | self.signals.nonfinite["logprob"]
         self._spoiled = spoiled.any(dim=-1)
         self.deducted = torch.zeros_like(self.signals.mask)
@@ -87,15 +93,23 @@ class StepOracle:
         self._contexts = ExitStack()
         self._is_installing = self._is_rebuilt = False
         self._base: Tensor | None = None
-        norms = read_norms()
-        self.grad_norm = norms.total
-        self.layer_norms: Mapping[str, float] = dict(norms.per_layer)
+        self.grad_norm = math.nan
+        self.layer_norms: Mapping[str, float] = {}
 
     def __enter__(self) -> StepOracle:
-        parameters = self._probe.trainable_parameters()
-        self._gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if not self._is_of_dropped:
+            self._note_gradient()
         self._contexts.enter_context(self._probe.stashed_gradients())
+        if self._is_of_dropped:
+            self.subset_gradient(self.signals.mask)
+            self._note_gradient()
+            self._clear()
         return self
+
+    def _note_gradient(self) -> None:
+        norms = self._read_norms()
+        self.grad_norm, self.layer_norms = norms.total, dict(norms.per_layer)
+        self._gradients = self._scratch()
 
     def __exit__(self, *exception: object) -> None:
         self._contexts.close()
@@ -125,7 +139,7 @@ class StepOracle:
         wanted = torch.ones_like(self.signals.mask[..., 0]) if sequences is None else sequences
         wanted = wanted & self.signals.mask.any(dim=-1)
         parts: list[Tensor] = []
-        with torch.no_grad(), self._probe.perturbed(shift / self.grad_norm):
+        with torch.no_grad(), self._probe.perturbed(shift / self.grad_norm, self._gradients):
             for index, entry in enumerate(self._window):
                 part = torch.zeros(entry.rollout.completion_ids.shape, dtype=torch.float64)
                 if wanted[index].any():
@@ -227,7 +241,7 @@ class StepOracle:
         return total
 
     def install_remaining(self) -> None:
-        """On leaving the context, write what remains into ``.grad``.
+        """On leaving the context, write what remains into ``.grad`` (add it, for dropped micro-batches).
 
         The difference of two float32 gradients carries the rounding of the larger one, about 3e-7 of the spike. Where
         that is more than 1e-5 of what remains, or where the training forward ran in lower precision, the rest of the
@@ -246,6 +260,8 @@ class StepOracle:
                 value = remaining.get(name)
                 if parameter.grad is None:
                     parameter.grad = value
+                elif self._is_of_dropped:
+                    parameter.grad += 0 if value is None else value
                 elif value is None:
                     parameter.grad.zero_()
                 else:

@@ -19,7 +19,17 @@ __all__ = ["entropy_slope", "gathered_signals", "local_slope"]
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
 
-_FIELDS = ("mask", "slope", "logprobs", "head_norms", "log_ratios", "token_ids", "advantages", "places")
+_FIELDS = (
+    "mask",
+    "slope",
+    "logprobs",
+    "head_norms",
+    "log_ratios",
+    "reference_gaps",
+    "token_ids",
+    "advantages",
+    "places",
+)
 
 
 def local_slope(entry: WindowEntry) -> Tensor:
@@ -44,7 +54,9 @@ def entropy_slope(entry: WindowEntry) -> Tensor | None:
     return torch.where(entry.rollout.completion_mask.bool(), slope.float(), 0.0)
 
 
-def gathered_signals(window: Sequence[WindowEntry], *, temperature: float, all_gathered: Gather) -> WindowSignals:
+def gathered_signals(
+    window: Sequence[WindowEntry], *, temperature: float, all_gathered: Gather, is_of_dropped: bool = False
+) -> WindowSignals:
     """Global tensors of shape (micro_batch, rank, sequence, token) on the CPU, equal on all ranks.
 
     Two collectives: one for the widths, one for everything else packed into float32 (token ids up to 2^24 are exact).
@@ -53,11 +65,15 @@ def gathered_signals(window: Sequence[WindowEntry], *, temperature: float, all_g
         window: The step's micro-batches on this rank; as many as on every other rank.
         temperature: Divisor of the logits.
         all_gathered: A tensor of every rank in rank order.
+        is_of_dropped: Count the micro-batches that a guard dropped instead of the others.
     """
     device = window[0].rollout.completion_ids.device
     own = torch.tensor([max(len(entry.rollout) for entry in window), max(_width(entry) for entry in window)])
     rows, width = (int(size) for size in torch.stack(list(all_gathered(own.to(device)))).max(dim=0).values)
-    packed = torch.stack([_packed(entry, rows, width, temperature) for entry in window], dim=1)
+    packed = torch.stack(
+        [_packed(entry, rows, width, temperature, is_counted=entry.is_dropped == is_of_dropped) for entry in window],
+        dim=1,
+    )
     ranks = torch.stack([part.cpu() for part in all_gathered(packed)], dim=2)
     fields = dict(zip(_FIELDS, ranks.unbind(0), strict=True))
     places = fields["places"].long()
@@ -67,6 +83,7 @@ def gathered_signals(window: Sequence[WindowEntry], *, temperature: float, all_g
         logprobs=fields["logprobs"],
         head_norms=fields["head_norms"] / ranks.shape[2],
         log_ratios=fields["log_ratios"],
+        reference_gaps=fields["reference_gaps"],
         token_ids=fields["token_ids"].long(),
         advantages=fields["advantages"][..., 0],
         nonfinite={place: places == code for code, place in enumerate(FORWARD_PLACES, start=1)},
@@ -77,16 +94,17 @@ def _width(entry: WindowEntry) -> int:
     return int(entry.rollout.completion_ids.shape[1])
 
 
-def _packed(entry: WindowEntry, rows: int, width: int, temperature: float) -> Tensor:
+def _packed(entry: WindowEntry, rows: int, width: int, temperature: float, *, is_counted: bool) -> Tensor:
     """(field, rows, width) float32 of one micro-batch, padded with closed slots."""
     rollout, constants = entry.rollout, entry.constants
     mask = rollout.completion_mask.bool()
-    if entry.is_dropped:
+    if not is_counted:
         mask = torch.zeros_like(mask)
     slope, logprobs = local_slope(entry), constants["logprobs"].float()
     head_norms = head_gradient_norms(
         slope, logprobs, constants["sum_squared_probs"], constants["hidden_norms"], temperature=temperature
     )
+    reference, unknown = constants["inputs"].reference_logprobs, torch.full_like(logprobs, torch.nan)
     advantages = constants["inputs"].advantages
     advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     values = {
@@ -95,6 +113,7 @@ def _packed(entry: WindowEntry, rows: int, width: int, temperature: float) -> Te
         "logprobs": logprobs,
         "head_norms": torch.where(mask, head_norms, 0.0),
         "log_ratios": _log_ratios(entry),
+        "reference_gaps": unknown if reference is None else reference.float() - logprobs,
         "token_ids": rollout.completion_ids,
         "advantages": advantages.expand_as(logprobs),
         "places": _places(entry, slope, mask),

@@ -25,6 +25,7 @@ _OFF_TYPICALLY = 0.2
 _OFF_TOKEN = math.log(2.0)
 _TIMES_TYPICAL = 3.0
 _FEWEST_TOKENS = 4  # of a sequence that can be said to be off as a whole
+_FAR_FROM_REFERENCE = 3.0
 _RARE_LOGPROB = -8.0
 _LARGE_ADVANTAGE = 4.0
 # A layer verdict needs a few layers with most of the spike, at odds that are unusual for them.
@@ -74,17 +75,15 @@ def token_cause(signals: WindowSignals, mismatch: Mismatch, address: TokenAddres
     sequence = (address.micro_batch, address.rank, address.sequence)
     size = abs(float(signals.log_ratios[address]))
     is_token_off = size > _OFF_TOKEN and size > _TIMES_TYPICAL * float(mismatch.per_sequence[sequence])
-    if is_token_off:
-        return "token_mismatch"
-    if bool(mismatch.off_sequences[sequence]):
-        return "sequence_mismatch"
-    if mismatch.is_systematic:
-        return "systematic_mismatch"
-    if float(signals.logprobs[address]) < _RARE_LOGPROB:
-        return "rare_token"
-    if abs(float(signals.advantages[sequence])) > _LARGE_ADVANTAGE:
-        return "large_advantage"
-    return "unknown"
+    signs: tuple[tuple[Cause, bool], ...] = (
+        ("token_mismatch", is_token_off),
+        ("sequence_mismatch", bool(mismatch.off_sequences[sequence])),
+        ("systematic_mismatch", mismatch.is_systematic),
+        ("reference_gap", abs(float(signals.reference_gaps[address])) > _FAR_FROM_REFERENCE),
+        ("rare_token", float(signals.logprobs[address]) < _RARE_LOGPROB),
+        ("large_advantage", abs(float(signals.advantages[sequence])) > _LARGE_ADVANTAGE),
+    )
+    return next((cause for cause, is_seen in signs if is_seen), "unknown")
 
 
 def layer_shares(layer_norms: Mapping[str, float]) -> tuple[tuple[str, float], ...]:

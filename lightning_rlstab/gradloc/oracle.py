@@ -43,6 +43,7 @@ class WindowSignals:
         head_norms: Float32 closed-form gradient norms of the output projection, or None when they were not recorded.
         log_ratios: Float32 nats, ``logprobs - behavior_logprobs``, or ``logprobs - old_logprobs`` where that is farther
             from 0 or the sampler's are unknown; NaN where neither is known.
+        reference_gaps: Float32 nats, ``reference_logprobs - logprobs``; NaN without a reference.
         token_ids: Int64.
         advantages: (micro_batch, rank, sequence) float32.
         nonfinite: Bool tensors by the place where a non-finite value was seen, in the order of the training path.
@@ -53,6 +54,7 @@ class WindowSignals:
     logprobs: Tensor
     head_norms: Tensor | None
     log_ratios: Tensor
+    reference_gaps: Tensor
     token_ids: Tensor
     advantages: Tensor
     nonfinite: Mapping[str, Tensor] = field(default_factory=dict)

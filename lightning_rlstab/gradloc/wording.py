@@ -104,7 +104,7 @@ def spike_sentence(finding: Finding, *, action: str, decode: Decoder) -> str:
 
     Args:
         finding: What was found.
-        action: ``removed``, ``reported``, ``skipped``, ``micro-batch skipped`` or ``stopped``.
+        action: ``removed``, ``reported``, ``skipped``, ``micro-batch skipped``, ``dropped`` or ``stopped``.
         decode: Token ids to text.
     """
     size = f"gradient norm {_figure(finding.grad_norm)}"
@@ -155,6 +155,7 @@ def _done(finding: Finding, action: str) -> str:
         "skipped": "The step was skipped.",
         "micro-batch skipped": "The step was applied without the micro-batch.",
         "stopped": "The run was stopped.",
+        "dropped": "Another guard had dropped the micro-batch, and so it stays.",
     }
     return words[action]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlstab.callbacks.fire_drill import FireDrill
+from lightning_rlstab.callbacks.gepo import GEPO, StepGuardConfig
 from lightning_rlstab.callbacks.gradloc import GradLoc
 from lightning_rlstab.report.scalars import undeclared
 from lightning_rlstab.strategies import RLStabSingleDevice
@@ -85,8 +87,6 @@ class WithoutToken(pl.Callback):
         self.token = token
 
     def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: Any) -> Any:
-        import dataclasses
-
         micro_batch, row, token = self.token
         if trainer.global_step != STEP or len(pl_module.window) != micro_batch:
             return inputs
@@ -360,6 +360,105 @@ def test_a_level_that_really_changed_is_accepted_in_the_end(spiked: Callable[...
     assert len(run.events("spike")) == 3
     assert guard.state.releases == 1
     assert run.trainer.strategy.skipped_steps == 3
+
+
+def staged() -> GEPO:
+    return GEPO(
+        advantages=False, bounds=False, guard=StepGuardConfig(warmup_steps=3, hard_threshold=0.1, isolate="staging")
+    )
+
+
+def test_a_micro_batch_dropped_by_another_guard_is_searched_and_its_clean_part_given_back(
+    spiked: Callable[..., Any],
+) -> None:
+    seen, expected = Gradients(), Gradients()
+    drill = {"token": 2, "magnitude": 500.0}
+    run = spiked(fault("token_mismatch", **drill), gradloc(), staged(), seen)
+    assert run.events("skip", source="gepo", scope="micro_batch")
+    event = spike_of(run)
+    assert event["action"] == "removed"
+    assert event["culprits"][0]["micro_batch"] == 1
+    culprit = event["culprits"][0]
+    clean = WithoutToken((1, culprit["sequence"], culprit["token"]))
+    spiked(fault("token_mismatch", **drill), clean, expected)
+    difference = (seen.steps[STEP] - expected.steps[STEP]).norm() / expected.steps[STEP].norm()
+    assert difference < 1e-5
+
+
+def test_in_report_mode_a_dropped_micro_batch_is_named_and_stays_dropped(spiked: Callable[..., Any]) -> None:
+    drill = {"token": 2, "magnitude": 500.0}
+    runs = [spiked(fault("token_mismatch", **drill), *guards, staged()) for guards in ([gradloc(action="report")], [])]
+    assert spike_of(runs[0])["action"] == "dropped"
+    assert spike_of(runs[0])["culprits"]
+    assert torch.equal(runs[0].weights, runs[1].weights)
+
+
+class FarReference(pl.Callback):
+    """The reference model is many nats away on the last token of one row, as template and end tokens can be."""
+
+    def __init__(self, nats: float) -> None:
+        self.nats = nats
+        self.place: tuple[int, int, int] | None = None
+
+    def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: Any) -> Any:
+        if trainer.global_step != STEP or len(pl_module.window) != 2:
+            return inputs
+        reference = inputs.reference_logprobs.clone()
+        token = int(inputs.completion_mask[1].sum()) - 1
+        reference[1, token] = inputs.logprobs.detach()[1, token] + self.nats
+        self.place = (2, 1, token)
+        return dataclasses.replace(inputs, reference_logprobs=reference)
+
+
+@pytest.mark.parametrize("nats", [22.6, 14.0])
+def test_one_token_with_an_enormous_kl_is_named_by_gradloc(spiked: Callable[..., Any], nats: float) -> None:
+    """FR-041, FR-049: one log-ratio among many tokens makes the KL term, and a tiny beta hides it in the loss."""
+    far = FarReference(nats)
+    run = spiked(far, gradloc(), settings={"beta": 0.04, "max_completion_length": 24})
+    event = spike_of(run)
+    culprit = event["culprits"][0]
+    assert (culprit["micro_batch"], culprit["sequence"], culprit["token"]) == far.place
+    assert culprit["cause"] == "reference_gap"
+    assert event["action"] == "removed"
+
+
+class OtherTemperature(pl.Callback):
+    """The sampler drew at temperature 1 while training takes log-probs at 0.6, and the loss is weighed by the ratio."""
+
+    def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: Any) -> Any:
+        if trainer.global_step != STEP:
+            return inputs
+        behavior = 0.6 * inputs.logprobs.detach() - 1.0
+        ratio = (inputs.logprobs.detach() - behavior).exp()
+        return dataclasses.replace(inputs, behavior_logprobs=behavior, token_weights=20 * ratio.clamp(0.2, 5.0))
+
+
+def test_a_sampler_at_another_temperature_is_a_systematic_cause_and_nobody_is_named(
+    spiked: Callable[..., Any],
+) -> None:
+    """FR-067, FR-070: every token is off, so the spike has no culprit."""
+    event = spike_of(spiked(OtherTemperature(), gradloc()))
+    assert event["verdict"] == "systematic"
+    assert event["culprits"] == []
+    assert "disagree on every token" in event["summary"]
+
+
+def test_without_an_update_in_between_the_ratio_is_one_to_the_last_digit(spiked: Callable[..., Any]) -> None:
+    """FR-072: on-policy, the log-ratio to the start of the update is 0, and nothing is blamed on a mismatch."""
+
+    class Ratios(pl.Callback):
+        """The largest distance of a log-prob from the one at the start of the update."""
+
+        largest = 0.0
+
+        def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: Any) -> Any:
+            gap = torch.where(inputs.completion_mask.bool(), inputs.logprobs.detach() - inputs.old_logprobs, 0.0)
+            self.largest = max(self.largest, float(gap.abs().max()))
+            return inputs
+
+    ratios = Ratios()
+    spiked(ratios, gradloc(), settings={"num_iterations": 2}, max_steps=1)
+    assert ratios.largest < 1e-6
 
 
 @pytest.mark.parametrize(
