@@ -14,8 +14,8 @@ VerdictWord = Literal["tokens", "sequence", "layer", "systematic", "diffuse", "n
 or a non-finite value."""
 
 Cause = str
-"""Why a culprit is one: ``token_mismatch``, ``sequence_mismatch``, ``systematic_mismatch``, ``layer``, ``reference_gap``
-(the KL term), ``rare_token``, ``large_advantage``, ``unknown``, or ``non-finite: <where it first appeared>``."""
+"""Why a culprit is one: ``token_mismatch``, ``sequence_mismatch``, ``systematic_mismatch``, ``layer``,
+``reference_gap`` (the KL term), ``rare_token``, ``large_advantage``, ``unknown``, or ``non-finite: <where it was>``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -414,7 +414,9 @@ class FarReference(pl.Callback):
 def test_one_token_with_an_enormous_kl_is_named_by_gradloc(spiked: Callable[..., Any], nats: float) -> None:
     """FR-041, FR-049: one log-ratio among many tokens makes the KL term, and a tiny beta hides it in the loss."""
     far = FarReference(nats)
-    run = spiked(far, gradloc(), settings={"beta": 0.04, "max_completion_length": 24})
+    # With the bias correction the gradient of k3 is bounded by the gap itself, and nothing spikes.
+    settings = {"beta": 0.04, "use_bias_correction_kl": False, "max_completion_length": 24}
+    run = spiked(far, gradloc(), settings=settings)
     event = spike_of(run)
     culprit = event["culprits"][0]
     assert (culprit["micro_batch"], culprit["sequence"], culprit["token"]) == far.place
