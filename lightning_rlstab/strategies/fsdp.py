@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_rlstab.core.checks import choice, flag, refusal
 from lightning_rlstab.strategies.checkpoint import is_sharded
 from lightning_rlstab.strategies.gate import StepGateMixin
-from lightning_rlstab.strategies.materialize import fill_from_rank0, materialize
+from lightning_rlstab.strategies.materialize import fill_from_rank0, materialize, tied_names
 from lightning_rlstab.strategies.mesh import REPLICATE, SHARD, check_sharded, mesh_sizes, replicated_mesh
 from lightning_rlstab.strategies.optimizer_state import by_name, by_position, parameter_order
 from lightning_rlstab.strategies.sharding import fsdp_modules, roots, shard, whole_weights
@@ -189,6 +189,9 @@ class RLStabFSDP(StepGateMixin, ShardingStrategy):
         self.reshard()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, Any] = get_model_state_dict(policy, options=options)
+        for first, *others in tied_names(policy):
+            if first in weights:  # gathered apart, they would be stored apart
+                weights.update(dict.fromkeys(others, weights[first]))
         return weights
 
     def on_train_start(self) -> None:

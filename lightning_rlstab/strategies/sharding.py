@@ -105,6 +105,10 @@ def whole_weights(module: nn.Module, *, reshard_after_forward: bool) -> Generato
     units = fsdp_modules(module)
     inner = {id(sub) for unit in units for sub in fsdp_modules(unit) if sub is not unit}  # type: ignore[arg-type]
     for unit in units:
+        if id(unit) not in inner:
+            # FSDP2 settles who is root in the first forward. `generate` of a LoRA policy goes around the outermost
+            # module, so its blocks would each take themselves for one (torch 2.13 has no public way to say so).
+            unit._get_fsdp_state()._lazy_init()
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:

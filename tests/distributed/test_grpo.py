@@ -5,10 +5,12 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from lightning_rlstab import GRPOModule, PromptDataModule
 from lightning_rlstab.rollout.sampler import Samples
+from lightning_rlstab.strategies.materialize import tied_names
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
 
@@ -97,7 +99,7 @@ def grpo(run_on_ranks, on_ranks, tmp_path, tiny_policy, byte_tokenizer):
                 "weights": {n: whole(p) for n, p in module.named_parameters()},
                 "counts": (trainer.strategy.applied_steps, trainer.strategy.skipped_steps),
                 "found": [getattr(callback, "found", None) for callback in made],
-                "tied": module.policy.lm_head.weight is module.policy.model.embed_tokens.weight,
+                "tied": bool(tied_names(module.policy)),
             }
 
         return run_on_ranks(work, world_size=ranks)
@@ -178,6 +180,17 @@ class DropSecond(pl.Callback):
 def test_fr_112_a_dropped_micro_batch_is_marked_in_the_window(grpo, strategy, ranks):
     for rank in grpo(strategy, ranks=ranks, rows=4, accumulate=3, steps=2, callbacks=[DropSecond]):
         assert rank["found"][0] == [[False, True, False]] * 2
+
+
+def test_a_lora_adapter_trains_and_samples_under_sharding_with_its_base_as_reference(grpo):
+    settings = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), "beta": 0.04}
+    both = grpo("rlstab_fsdp", ranks=2, rows=4, steps=3, sampler=None, settings=settings)
+    for rank in both:
+        assert rank["counts"] == (3, 0)
+        trained = [name for name, norm in rank["norms"][0].per_parameter.items() if norm > 0]
+        assert trained
+        assert all("lora" in name for name in trained)
+    assert both[0]["norms"] == both[1]["norms"]
 
 
 def test_fr_152_gradient_clip_val_of_the_trainer_works_with_the_module(grpo):
