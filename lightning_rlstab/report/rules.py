@@ -55,10 +55,15 @@ class View:
         """The running level of a signal; an empty one when it was never logged."""
         return self.signals.get(name, _NO_LEVEL)
 
-    def past(self, name: str, *, least: int, most: int) -> list[tuple[int, float]]:
-        """``(step, level)`` of a signal in the snapshots between ``least`` and ``most`` readings ago, oldest first."""
+    def past(self, name: str, *, least: int, most: int, since_reading: int = 0) -> list[tuple[int, float]]:
+        """``(step, level)`` of a signal in the snapshots between ``least`` and ``most`` readings ago, oldest first.
+
+        Snapshots of the run's first ``since_reading`` readings are left out.
+        """
         newest = len(self.before.history)
-        first, last = max(0, newest - most // TREND_READINGS), max(0, newest - (least - 1) // TREND_READINGS)
+        forgotten = math.ceil(self.before.readings / TREND_READINGS) - newest
+        first = max(0, newest - most // TREND_READINGS, since_reading // TREND_READINGS - forgotten)
+        last = max(0, newest - (least - 1) // TREND_READINGS)
         found = []
         for snapshot in self.before.history[first:last]:
             value = snapshot.levels.get(name)
@@ -132,8 +137,8 @@ def gradient_spike(view: View) -> Evidence | None:
     if not math.isfinite(value) or before.readings < BASE_READINGS:
         return None
     usual, config = math.exp(before.level), view.config
-    # Norms that always jump about need a wider margin: 5.5 standard deviations of the log-norm.
-    ratio = max(config.spike_ratio, math.exp(5.5 * 1.25 * before.noise))
+    # Norms that always jump about need a wider margin: 6 standard deviations of the log-norm.
+    ratio = max(config.spike_ratio, math.exp(6.0 * 1.25 * before.noise))
     if value > ratio * usual and value > config.spike_floor:
         words = f"grad_norm {value:.3g} > {ratio:.3g} x usual {usual:.3g} and > {config.spike_floor:g}"
         return Evidence(words, {"grad_norm": value, "usual": usual})
@@ -241,11 +246,11 @@ def _kl_rise_reward_fall(view: View) -> tuple[Evidence | None, float]:
     kl, config = view.level("kl"), view.config
     if not kl.is_settled or kl.level < config.kl_floor:
         return None, 1.0
-    # KL grows with time from the start in every run: a rise counts only beyond that, as against a straight line.
+    # KL grows with time in every run, and fast at the very start: a rise counts only beyond a straight line, and not
+    # from the first readings.
     now = view.reading.step + 1
-    risen = [
-        mark for mark in view.past("kl", least=5, most=80) if mark[1] * config.kl_ratio * now / (mark[0] + 1) < kl.level
-    ]
+    earlier = view.past("kl", least=5, most=80, since_reading=2 * BASE_READINGS)
+    risen = [mark for mark in earlier if mark[1] * config.kl_ratio * now / (mark[0] + 1) < kl.level]
     if not risen:
         return None, 1.0
     since = risen[-1][0]
@@ -316,7 +321,7 @@ def held_out_gap(view: View) -> Evidence | None:
         fall = averages[best] - averages[-1]
         at, _, reward_then = scores[best + width - 1]
         gain = reward.level - reward_then
-        is_fall = fall > max(view.config.held_out_drop_frac * scale, 2.0 * noise) and gain + fall > 6.0 * noise
+        is_fall = fall > max(view.config.held_out_drop_frac * scale, 2.0 * noise) and gain + fall > 7.0 * noise
         if is_fall and gain > max(0.1 * reward_scale(view), 3.0 * reward.standard_error):
             words = f"held-out score fell by {fall:.3g} since step {at} while training reward rose by {gain:.3g}"
             return Evidence(words, {"held_out_fall": fall, "training_gain": gain}, at)
@@ -467,10 +472,10 @@ PROMPT_RULES: tuple[Rule, ...] = (
 
 TREND_RULES: tuple[Rule, ...] = (
     Rule("gradient_drift", 2, gradient_drift),
-    Rule("over_optimised", 1, over_optimised),
-    Rule("entropy_collapse", 2, entropy_collapse),
+    Rule("over_optimised", 2, over_optimised),
+    Rule("entropy_collapse", 3, entropy_collapse),
     Rule("entropy_explosion", 2, entropy_explosion),
-    Rule("reward_hacking", 1, reward_hacking),
+    Rule("reward_hacking", 2, reward_hacking),
     Rule("reward_collapse", 4, reward_collapse),
 )
 """Asked every ``TREND_READINGS`` readings."""
