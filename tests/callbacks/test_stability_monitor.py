@@ -252,8 +252,8 @@ def test_tensorboard_gets_layout_histograms_rollouts_and_spike_pictures(grpo_run
     assert any(name.startswith("rlstab/layer_norm/") for name in run.curves)
 
 
-def test_a_run_without_tensorboard_is_watched_as_well(grpo_run):
-    run = grpo_run(StabilityMonitor(), Break(2), max_steps=4, logger=False)
+def test_a_run_without_tensorboard_is_watched_as_well(grpo_run, tmp_path):
+    run = grpo_run(StabilityMonitor(), Break(2), max_steps=4, logger=False, default_root_dir=tmp_path)
     assert causes(run)[0] == ("nan_gradient", 2)
 
 
