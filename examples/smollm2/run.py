@@ -21,7 +21,7 @@ from lightning_rlstab.cli import shelf
 
 
 def held_out_scores(model: Path, extra: list[str]) -> dict[str, float]:
-    """Greedy scores of a model directory on the held-out questions, through ``lightning-rlstab validate``."""
+    """Scores of a model directory on the held-out questions, through ``lightning-rlstab validate``."""
     config = shelf("configs", "smollm2_arithmetic")
     arguments = ["validate", f"--config={config}", f"--model.model={model}", "--trainer.logger=false", *extra]
     cli = RLStabCLI(args=arguments)
