@@ -362,6 +362,24 @@ def test_a_level_that_really_changed_is_accepted_in_the_end(spiked: Callable[...
     assert run.trainer.strategy.skipped_steps == 3
 
 
+class BehindTheMask(pl.Callback):
+    """NaN in every closed slot of everything the loss is given."""
+
+    def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: Any) -> Any:
+        closed = ~inputs.completion_mask.bool()
+        names = ("logprobs", "entropy", "old_logprobs", "behavior_logprobs")
+        given = {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
+        return dataclasses.replace(inputs, **{n: torch.where(closed, math.nan, v) for n, v in given.items()})
+
+
+def test_nan_behind_the_mask_changes_nothing_in_a_search(spiked: Callable[..., Any]) -> None:
+    drill = {"token": 2, "magnitude": 200.0}
+    runs = [spiked(fault("token_mismatch", **drill), *others, gradloc()) for others in ([], [BehindTheMask()])]
+    found = [spike_of(run) for run in runs]
+    assert found[0]["culprits"] == found[1]["culprits"]
+    assert torch.equal(runs[0].weights, runs[1].weights)
+
+
 def staged() -> GEPO:
     return GEPO(
         advantages=False, bounds=False, guard=StepGuardConfig(warmup_steps=3, hard_threshold=0.1, isolate="staging")
