@@ -70,6 +70,8 @@ class ResidualStore:
             norms: Of the current gradient, judged by the guards already.
         """
         self.last_fed_frac = 0.0
+        if not self.state.pending:
+            return
         gradients = [None if p.grad is None else local(p.grad) for p in parameters_of(trainer)]
         for item, weight in due_feedback(self.config, self.state):
             add_feedback_(gradients, self._pieces[item.key], feedback_factor(weight, norms.total, item.norm))

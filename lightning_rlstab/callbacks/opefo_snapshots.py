@@ -157,8 +157,13 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     A sum carries NaN and infinities on; it is formed in float32 or better, where finite weights cannot overflow it.
     """
     with torch.no_grad():
-        sums = [piece.sum(dtype=torch.float32) for piece in map(local, tensors) if piece.is_floating_point()]
-        return not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all())
+        sums = [local(t).sum(dtype=torch.float32) for t in tensors if t.is_floating_point()]
+        if not sums:
+            return True
+        devices = {total.device for total in sums}
+        if len(devices) > 1:  # "step" counts lie on the CPU beside moments on a GPU
+            sums = [total.to(max(devices, key=lambda device: device.type == "cuda")) for total in sums]
+        return bool(torch.stack(sums).isfinite().all())
 
 
 def optimizer_tensors(trainer: pl.Trainer) -> list[Tensor]:

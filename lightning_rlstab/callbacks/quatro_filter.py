@@ -18,8 +18,8 @@ from lightning_rlstab.control.rollout_filter import (
     judged,
     step_filter,
 )
-from lightning_rlstab.core.quatro import DROP_REASONS
-from lightning_rlstab.core.repetition import copied_frac, group_similarity, ngram_repetition_frac
+from lightning_rlstab.core.quatro import DROP_REASONS, copied_fracs, repetition_fracs
+from lightning_rlstab.core.repetition import group_similarity
 from lightning_rlstab.rollout.records import Rollout
 
 __all__ = ["RolloutScreen"]
@@ -86,17 +86,11 @@ class RolloutScreen:
 
     def _text_scores(self, rollout: Rollout, group_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(N,) repetition within each completion (or of the others of its group), and overlap with its prompt."""
-        ids, lengths = rollout.completion_ids.cpu(), rollout.completion_lengths.tolist()
-        completions = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-        prompts = [
-            row[mask].tolist() for row, mask in zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu(), strict=True)
-        ]
-        order = self.config.ngram
-        repetition = torch.tensor([ngram_repetition_frac(row, order) for row in completions])
-        overlap = torch.tensor(
-            [copied_frac(row, prompt, order) for row, prompt in zip(completions, prompts, strict=True)]
-        )
+        ids, lengths, order = rollout.completion_ids, rollout.completion_lengths, self.config.ngram
+        repetition = repetition_fracs(ids, lengths, order).cpu()
+        overlap = copied_fracs(ids, lengths, rollout.prompt_ids, rollout.prompt_mask, order).cpu()
         if self.config.similarity_max is not None:
+            completions = [row[:length].tolist() for row, length in zip(ids.cpu(), lengths.tolist(), strict=True)]
             for group in torch.unique(group_ids).tolist():
                 rows = (group_ids == group).nonzero().flatten().tolist()
                 for row, score in zip(rows, group_similarity([completions[r] for r in rows]), strict=True):

@@ -47,8 +47,10 @@ def switched(name: str, value: Any, kind: type[Settings]) -> Settings | None:
 
 def local(tensor: Tensor) -> Tensor:
     """The piece of a sharded tensor that lies on this rank, sharing its memory; a plain tensor is its own piece."""
-    with torch.no_grad():
-        piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
+    with torch.no_grad():  # under autograd `to_local` returns a new node instead of the piece itself
+        piece: Tensor = tensor.to_local()
         return piece.detach()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DROP_REASONS", "drop_reasons", "outliers", "replayed_old_logprobs"]
+__all__ = ["DROP_REASONS", "copied_fracs", "drop_reasons", "outliers", "repetition_fracs", "replayed_old_logprobs"]
 
 DROP_REASONS = ("kept", "reward", "length", "repetition", "no_spread", "emptied")
 """Names of the codes of ``drop_reasons``: kept; group with an outlying reward; completion of unusual length; repetitive
 completion; group without spread; rest of a group that lost its spread to the row rules."""
 
 _MAD_TO_STD = 1.4826
+_HASH_BASE = 6364136223846793005  # odd, so that no power of it vanishes modulo 2**64
+_NO_GRAM = torch.iinfo(torch.int64).max
 
 
 def outliers(values: Tensor, window: Tensor, *, z_limit: float, level_frac: float = 0.01) -> Tensor:
@@ -55,6 +57,73 @@ def outliers(values: Tensor, window: Tensor, *, z_limit: float, level_frac: floa
 def _midpoint_median(ranked: Tensor) -> Tensor:
     count = len(ranked)
     return (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
+
+
+def repetition_fracs(ids: Tensor, lengths: Tensor, order: int) -> Tensor:
+    """1 - distinct n-grams / n-grams of every row, as ``core.repetition.ngram_repetition_frac`` of its tokens.
+
+    Why it is cheap: all rows at once; an n-gram is a 64-bit hash of its tokens, distinct ones are counted by sorting.
+
+    Args:
+        ids: (batch, time) int64, right-padded.
+        lengths: (batch,) tokens of each row.
+        order: n, at least 1.
+
+    Returns:
+        (batch,) float32 in [0, 1); 0 for rows shorter than n.
+
+    Example:
+        >>> repetition_fracs(torch.tensor([[1, 2, 1, 2, 1, 2, 0]]), torch.tensor([6]), 2)
+        tensor([0.6000])
+    """
+    grams, count = _grams(ids, lengths, order)
+    ranked = grams.sort(dim=1).values
+    places = torch.arange(1, ranked.shape[1], device=ids.device)
+    is_new = (ranked[:, 1:] != ranked[:, :-1]) & (places < count.unsqueeze(1))
+    distinct = 1 + is_new.sum(dim=1)
+    return torch.where(count > 0, 1 - distinct / count.clamp(min=1), 0.0).float()
+
+
+def copied_fracs(ids: Tensor, lengths: Tensor, prompt_ids: Tensor, prompt_mask: Tensor, order: int) -> Tensor:
+    """Share of every row's n-grams that stand in its prompt, as ``core.repetition.copied_frac`` of its tokens.
+
+    Args:
+        ids: (batch, time) int64, right-padded.
+        lengths: (batch,) tokens of each row.
+        prompt_ids: (batch, prompt) int64, left-padded.
+        prompt_mask: (batch, prompt) bool.
+        order: n, at least 1.
+
+    Returns:
+        (batch,) float32 in [0, 1]; 0 for rows shorter than n.
+
+    Example:
+        >>> prompt = torch.tensor([[0, 5, 6, 7]])
+        >>> copied_fracs(torch.tensor([[6, 7, 8]]), torch.tensor([3]), prompt, prompt > 0, 2)
+        tensor([0.5000])
+    """
+    grams, count = _grams(ids, lengths, order)
+    # Rolled so that the padding is on the right: the places of n-grams do not matter here.
+    prompt_lengths = prompt_mask.sum(dim=1)
+    places = torch.arange(prompt_ids.shape[1], device=ids.device)
+    shifted = (places + prompt_ids.shape[1] - prompt_lengths.unsqueeze(1)).clamp(max=prompt_ids.shape[1] - 1)
+    known, _ = _grams(prompt_ids.gather(1, shifted), prompt_lengths, order)
+    ranked = known.sort(dim=1).values
+    at = torch.searchsorted(ranked, grams).clamp(max=ranked.shape[1] - 1)
+    is_copied = (ranked.gather(1, at) == grams) & (grams != _NO_GRAM)
+    return torch.where(count > 0, is_copied.sum(dim=1) / count.clamp(min=1), 0.0).float()
+
+
+def _grams(ids: Tensor, lengths: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """(batch, places) hashes of the n-grams, ``_NO_GRAM`` where a row has none, and (batch,) how many it has."""
+    width = max(ids.shape[1] - order + 1, 1)
+    padded = torch.nn.functional.pad(ids, (0, max(order - ids.shape[1], 0)))
+    grams = torch.zeros(len(ids), width, dtype=torch.int64, device=ids.device)
+    for place in range(order):
+        grams = grams * _HASH_BASE + padded[:, place : place + width] + 1
+    count = (lengths - order + 1).clamp(min=0)
+    has_gram = torch.arange(width, device=ids.device) < count.unsqueeze(1)
+    return torch.where(has_gram, grams, _NO_GRAM), count
 
 
 def drop_reasons(

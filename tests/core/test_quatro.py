@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlstab.core.quatro import DROP_REASONS, drop_reasons, outliers, replayed_old_logprobs
+from lightning_rlstab.core.quatro import (
+    DROP_REASONS,
+    copied_fracs,
+    drop_reasons,
+    outliers,
+    repetition_fracs,
+    replayed_old_logprobs,
+)
+from lightning_rlstab.core.repetition import copied_frac, ngram_repetition_frac
 
 NAN, INF = float("nan"), float("inf")
 
@@ -121,6 +129,26 @@ def test_fresh_rows_are_compared_with_themselves_and_replayed_rows_with_their_ow
     old = replayed_old_logprobs(torch.tensor([[NAN, NAN], [-1.5, -2.5]]), now)
     assert old.tolist() == [[-1.0, -2.0], [-1.5, -2.5]]
     assert not old.requires_grad
+
+
+tokens = st.lists(st.integers(0, 3), max_size=9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), order=st.integers(1, 4))
+def test_text_scores_of_all_rows_at_once_are_those_of_each_row_alone(
+    rows: list[tuple[list[int], list[int]]], order: int
+) -> None:
+    width = max(*(len(completion) for completion, _ in rows), 1)
+    prompt_width = max(*(len(prompt) for _, prompt in rows), 1)
+    ids = torch.tensor([completion + [9] * (width - len(completion)) for completion, _ in rows])
+    lengths = torch.tensor([len(completion) for completion, _ in rows])
+    prompt_ids = torch.tensor([[9] * (prompt_width - len(prompt)) + prompt for _, prompt in rows])
+    mask = torch.tensor([[False] * (prompt_width - len(prompt)) + [True] * len(prompt) for _, prompt in rows])
+    repetition = [ngram_repetition_frac(completion, order) for completion, _ in rows]
+    copied = [copied_frac(completion, prompt, order) for completion, prompt in rows]
+    assert repetition_fracs(ids, lengths, order).tolist() == pytest.approx(repetition)
+    assert copied_fracs(ids, lengths, prompt_ids, mask, order).tolist() == pytest.approx(copied)
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.6]])
