@@ -166,8 +166,7 @@ def custom_scalars(logged: Iterable[str]) -> dict[str, dict[str, list[str | list
         charts: dict[str, list[str | list[str]]] = {}
         for chart in group.charts:
             if chart_names(chart, names):
-                shown = [name for name in chart.names if "*" in name or name in names]
-                charts[chart.title] = ["Multiline", [_pattern(name) for name in shown]]
+                charts[chart.title] = ["Multiline", [_pattern(name) for name in chart.names]]
         if charts:
             layout[group.title] = charts
     return layout

@@ -141,29 +141,16 @@ def spike_card(event: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-_CULPRIT_COLUMNS = {
-    "micro-batch": "micro_batch",
-    "rank": "rank",
-    "sequence": "sequence",
-    "token": "token",
-    "text": "text",
-    "context": "context",
-    "share": "share",
-    "norm": "grad_norm",
-    "ratio": "importance_ratio",
-    "cause": "cause",
-}
-
-
 def _culprit_table(culprits: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [
-            figure(one.get(field)) if heading in {"share", "norm", "ratio"} else _cell(one.get(field))
-            for heading, field in _CULPRIT_COLUMNS.items()
-        ]
-        for one in culprits
+    lines = [
+        ["micro-batch / rank / sequence / token", "text in context", "share", "norm", "ratio", "cause"],
+        ["---"] * 6,
     ]
-    lines = [list(_CULPRIT_COLUMNS), ["---"] * len(_CULPRIT_COLUMNS), *rows]
+    for one in culprits:
+        address = " / ".join(str(one.get(part, "-")) for part in ("micro_batch", "rank", "sequence", "token"))
+        text = one.get("context") or one.get("text")
+        numbers = [figure(one.get(name)) for name in ("share", "grad_norm", "importance_ratio")]
+        lines.append([address, _cell(text), *numbers, _cell(one.get("cause"))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -229,6 +216,7 @@ def _cell(value: Any) -> str:
     """Text that a Markdown table cell shows as it is."""
     text = "-" if value is None else str(value)
     text = text if len(text) <= 400 else f"{text[:397]}..."
-    for character in "\\`*_|<>[]#":
+    for character in "\\`*_|[]#":
         text = text.replace(character, f"\\{character}")
+    text = text.replace("<", "&lt;").replace(">", "&gt;")
     return text.replace("\r", "").replace("\n", " ⏎ ")

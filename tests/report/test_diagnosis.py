@@ -339,7 +339,12 @@ def test_the_layout_has_no_panel_that_would_stay_empty():
     layout = custom_scalars(["reward", "grad_norm", "rewards/a/mean"])
     assert list(layout) == ["Hard collapse", "Silent failure"]
     assert layout["Silent failure"]["Rewards by function"] == ["Multiline", ["^rewards/.*/mean$"]]
-    assert layout["Hard collapse"]["Gradient norm and interventions"][1] == ["^grad_norm$", "^rlstab/events/.*$"]
+    assert list(layout["Hard collapse"]) == ["Gradient norm and interventions"]
+
+
+def test_a_panel_also_takes_names_that_are_logged_later():
+    patterns = custom_scalars(["grad_norm"])["Hard collapse"]["Gradient norm and interventions"][1]
+    assert {"^grad_norm$", "^rlstab/gepo/grad_norm_limit$", "^rlstab/events/.*$"} <= set(patterns)
 
 
 def test_a_chart_of_names_finds_them_in_its_own_order():
