@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader, StepOracle
 from lightning_rlstab.control.gradloc import TriggerConfig, TriggerReading, TriggerState, spike_threshold, trigger_step
 from lightning_rlstab.control.interventions import DroppedGradientHook
-from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, PolicyModule, StepGate, Vote
+from lightning_rlstab.control.plain_probe import PlainProbe
+from lightning_rlstab.control.protocols import GradientProbe, PolicyModule, StepGate, Vote
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import choice, refusal
 from lightning_rlstab.gradloc.attribution import layer_shares
 from lightning_rlstab.gradloc.finding import Finding
 from lightning_rlstab.gradloc.ladder import LadderSettings, localized
-from lightning_rlstab.gradloc.plain_probe import PlainProbe
 from lightning_rlstab.gradloc.wording import event_fields
 from lightning_rlstab.report.events import EventLog
 
@@ -279,25 +280,15 @@ class GradLoc(pl.Callback):
         """Whoever keeps skipped gradients may look at this one: the culprits are out of it where they could be."""
         assert self._read_norms is not None
         norms = self._read_norms()
-        hooks = [c for c in trainer.callbacks if isinstance(c, DroppedGradientHook)]  # type: ignore[attr-defined]
-        if isinstance(norms, GradientNorms):
-            for hook in hooks:
+        for hook in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(hook, DroppedGradientHook):
                 hook.on_gradient_dropped(trainer, pl_module, norms)
 
     def _vote(self, trainer: pl.Trainer, done: str, reason: str) -> None:
-        action = {"skipped": "skip", "stopped": "stop"}.get(done)
-        if action is None:
-            return
-        strategy = trainer.strategy
-        if isinstance(strategy, StepGate):
-            strategy.vote(Vote(source="gradloc", action=action, reason=reason))  # type: ignore[arg-type]
-            return
-        # A missing gradient is a true skip; zeros would still let AdamW decay and move the weights.
-        assert self._probe is not None
-        for parameter in self._probe.trainable_parameters().values():
-            parameter.grad = None
-        if action == "stop":
-            trainer.should_stop = True
+        actions: dict[str, Literal["skip", "stop"]] = {"skipped": "skip", "stopped": "stop"}
+        action = actions.get(done)
+        if action is not None:
+            step_gate(trainer, "GradLoc").vote(Vote(source="gradloc", action=action, reason=reason))
 
     # State ------------------------------------------------------------------------------------------------------------
 

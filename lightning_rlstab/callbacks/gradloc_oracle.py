@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from lightning_rlstab.callbacks.gradloc_signals import entropy_slope, gathered_signals, local_slope
 from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, WindowEntry
 from lightning_rlstab.gradloc.oracle import SubsetGradient, TokenAddress
-from lightning_rlstab.gradloc.plain_probe import PlainNorms
 from lightning_rlstab.rollout.records import Rollout
 
 __all__ = ["NormReader", "StatisticsModule", "StepOracle"]
 
-NormReader = Callable[[], GradientNorms | PlainNorms]
+NormReader = Callable[[], GradientNorms]
 
 _FORWARD_SWEEPS = 1 / 3  # a backward pass costs twice its forward
 _ROUNDING = 3e-7

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader
 from lightning_rlstab.control.clips import LayerClipConfig, LayerClipState, clipped_layers, layer_clip_step
+from lightning_rlstab.control.layers import layer_name
+from lightning_rlstab.control.plain_probe import PlainProbe
 from lightning_rlstab.control.protocols import GradientProbe, StepGate
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import refusal
-from lightning_rlstab.gradloc.plain_probe import PlainProbe, layer_of
 
 __all__ = ["LayerClip"]
 
@@ -82,7 +84,7 @@ class LayerClip(pl.Callback):
         if measured.is_finite:
             with torch.no_grad():
                 for name, parameter in self._probe.trainable_parameters().items():
-                    scale = scales[layer_of(name)]
+                    scale = scales[layer_name(name)]
                     if parameter.grad is not None and scale != 1.0:
                         parameter.grad.mul_(scale)
         self._pending = (norms, scales)
@@ -99,7 +101,7 @@ class LayerClip(pl.Callback):
         if self._pending is None:
             return
         (norms, scales), self._pending = self._pending, None
-        verdict = trainer.strategy.last_verdict if isinstance(trainer.strategy, StepGate) else None
+        verdict = step_gate(trainer, "LayerClip").last_verdict
         is_applied = verdict is None or verdict.action == "apply"
         if is_applied and math.isfinite(sum(norms.values())):
             self.state = layer_clip_step(self.config, self.state, norms, scales)

@@ -13,7 +13,7 @@ import torch
 
 from lightning_rlstab.callbacks.fire_drill import FireDrill
 from lightning_rlstab.callbacks.fire_drill_faults import FAULTS, Fault, fault_from
-from lightning_rlstab.gradloc.plain_probe import layer_of
+from lightning_rlstab.control.layers import layer_name
 
 STEP = 2
 
@@ -162,7 +162,7 @@ def test_an_exploding_layer_multiplies_its_own_gradient_only(drilled: Callable[.
     _, exploded = drilled("layer_explosion", layer="1", magnitude=100.0)
     _, plain = drilled("lr_spike", magnitude=1e-9)  # the same run up to this gradient
     for name, gradient in exploded.gradients[STEP].items():
-        factor = 100.0 if layer_of(name) == "policy.model.layers.1" else 1.0
+        factor = 100.0 if layer_name(name) == "policy.model.layers.1" else 1.0
         torch.testing.assert_close(gradient, factor * plain.gradients[STEP][name], rtol=1e-4, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_rlstab.callbacks.fire_drill import FireDrill
 from lightning_rlstab.callbacks.gepo import GEPO, StepGuardConfig
 from lightning_rlstab.callbacks.layer_clip import LayerClip
-from lightning_rlstab.gradloc.plain_probe import layer_of
+from lightning_rlstab.control.layers import layer_name
 from lightning_rlstab.strategies import RLStabSingleDevice
 
 EXPLOSION = {"kind": "layer_explosion", "step": 4, "layer": "1", "magnitude": 1000.0}
@@ -27,7 +27,7 @@ class Layers(pl.Callback):
         squares: dict[str, float] = {}
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
-                layer = layer_of(name)
+                layer = layer_name(name)
                 squares[layer] = squares.get(layer, 0.0) + float(parameter.grad.double().square().sum())
         self.steps.append({layer: square**0.5 for layer, square in squares.items()})
 

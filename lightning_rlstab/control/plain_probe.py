@@ -9,42 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PlainProbe", "PlainNorms"]
+from lightning_rlstab.control.layers import layer_name
+from lightning_rlstab.control.protocols import GradientNorms
 
-
-class PlainNorms:
-    """Norms of plain gradients, in float64 so that 1e20 has a finite one.
-
-    Attributes:
-        total: L2 norm over all parameters; inf or NaN when any entry is.
-        is_finite: Whether every entry is finite.
-        per_parameter: Norm by parameter name.
-        per_layer: Norm by layer name.
-    """
-
-    def __init__(self, per_parameter: Mapping[str, float]) -> None:
-        self.per_parameter = dict(per_parameter)
-        squares: dict[str, float] = {}
-        for name, norm in per_parameter.items():
-            layer = layer_of(name)
-            squares[layer] = squares.get(layer, 0.0) + norm**2
-        self.per_layer = {layer: math.sqrt(square) for layer, square in squares.items()}
-        self.total = math.sqrt(sum(norm**2 for norm in per_parameter.values()))
-        self.is_finite = math.isfinite(self.total)
-
-
-def layer_of(parameter_name: str) -> str:
-    """The outermost numbered block of a parameter, or else the module that holds it.
-
-    Example:
-        >>> layer_of("policy.model.layers.3.mlp.up_proj.weight"), layer_of("policy.lm_head.weight")
-        ('policy.model.layers.3', 'policy.lm_head')
-    """
-    parts = parameter_name.split(".")
-    for index, part in enumerate(parts[:-1]):
-        if part.isdigit() and index > 0:
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:-1]) or parameter_name
+__all__ = ["PlainProbe"]
 
 
 class PlainProbe:
@@ -74,13 +42,24 @@ class PlainProbe:
         """Qualified name to parameter."""
         return self._parameters
 
-    def gradient_norms(self) -> PlainNorms:
-        """Norms of ``.grad`` as it stands."""
+    def gradient_norms(self) -> GradientNorms:
+        """Norms of ``.grad`` as it stands, in float64 so that 1e20 has a finite one."""
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         norms = torch._foreach_norm(list(present.values()), 2, dtype=torch.float64) if present else []
         measured = torch.stack([norm.cpu() for norm in norms]).tolist() if norms else []
         found = dict(zip(present, measured, strict=True))
-        return PlainNorms({name: found.get(name, 0.0) for name in self._parameters})
+        per_parameter = {name: found.get(name, 0.0) for name in self._parameters}
+        squares: dict[str, float] = {}
+        for name, norm in per_parameter.items():
+            layer = layer_name(name)
+            squares[layer] = squares.get(layer, 0.0) + norm**2
+        total = math.sqrt(sum(squares.values()))
+        return GradientNorms(
+            total=total,
+            is_finite=math.isfinite(total),
+            per_parameter=per_parameter,
+            per_layer={layer: math.sqrt(square) for layer, square in squares.items()},
+        )
 
     @contextmanager
     def stashed_gradients(self) -> Iterator[None]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rlstab.control.plain_probe import PlainProbe
 from lightning_rlstab.control.protocols import GradientProbe
-from lightning_rlstab.gradloc.plain_probe import PlainProbe, layer_of
 
 
 @pytest.fixture
@@ -85,17 +85,3 @@ def test_norms_are_exact_per_layer_and_do_not_overflow(network, probe) -> None:
 def test_one_process_gathers_its_own_value(probe) -> None:
     value = torch.tensor(3.0)
     assert probe.all_gathered(value) == [value]
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("policy.model.layers.3.mlp.experts.7.weight", "policy.model.layers.3"),
-        ("policy.model.embed_tokens.weight", "policy.model.embed_tokens"),
-        ("scale", "scale"),
-    ],
-)
-def test_a_layer_is_the_outermost_numbered_block(name: str, layer: str) -> None:
-    from lightning_rlstab.strategies.norms import layer_name
-
-    assert layer_of(name) == layer_name(name) == layer
