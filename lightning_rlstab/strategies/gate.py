@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,14 @@ from lightning_rlstab.strategies.parameters import local, named_trainable_parame
 from lightning_rlstab.strategies.probe import ProbeMixin
 from lightning_rlstab.strategies.scaler import gradient_scaler, inverse_scale, withhold_scaler_step
 from lightning_rlstab.strategies.schedule import hold_schedule_on_skip, release_schedule
-from lightning_rlstab.strategies.snapshot import copied_state, put_back
 from lightning_rlstab.strategies.staging import MicroBatchStaging, Survivors
 from lightning_rlstab.strategies.verdict import RunStopped, StepWithheld, checked_vote, merged_verdict
+from lightning_rlstab.strategies.weights import WeightsMixin
 
 __all__ = ["StepGateMixin"]
 
 
-class StepGateMixin(ProbeMixin, CheckpointMixin):
+class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
     """Turns a Lightning strategy into one whose optimizer steps pass a gate; put it before the strategy in the bases.
 
     The order within one optimizer step: the last micro-batch's backward, every callback's ``on_before_optimizer_step``
@@ -126,41 +125,6 @@ class StepGateMixin(ProbeMixin, CheckpointMixin):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[safe-super]
         # Lightning 2.6.6 gathers through `torch.distributed.nn`, which torch 2.13 has deprecated.
         return torch.stack(self.collectives.gathered_tensors(tensor))
-
-    @property
-    def is_generation_synced(self) -> bool:
-        """Whether all ranks must take the same number of tokens (``generate(synced_gpus=...)``)."""
-        return False
-
-    @contextmanager
-    def generation_ready(self, module: nn.Module) -> Generator[None, None, None]:
-        """Make a module ready for many forwards without gradient; nothing to do where weights are whole.
-
-        Args:
-            module: The model that generates.
-        """
-        yield
-
-    def full_state_dict(self, policy: nn.Module) -> Mapping[str, Tensor]:
-        """Whole weights under the names of ``policy.state_dict()``; they share memory with the policy's."""
-        return policy.state_dict()
-
-    def copied_state(self) -> dict[str, Any]:
-        """This rank's weights, buffers, optimizer state and gradient scale on the CPU; see :mod:`.snapshot`."""
-        assert self.lightning_module is not None
-        self.reshard()
-        scaler = gradient_scaler(self.precision_plugin)
-        copied = copied_state(self.lightning_module, self.optimizers)
-        return {**copied, "scaler": None if scaler is None else scaler.state_dict()}
-
-    def put_back(self, copied: Mapping[str, Any]) -> None:
-        """Return to a state of :meth:`copied_state`, bit for bit; schedules and counters are the caller's."""
-        assert self.lightning_module is not None
-        self.reshard()
-        put_back(copied, self.lightning_module, self.optimizers)
-        scaler = gradient_scaler(self.precision_plugin)
-        if scaler is not None and copied["scaler"] is not None:
-            scaler.load_state_dict(copied["scaler"])
 
     # -- the gate ----------------------------------------------------------------------------------------------------
 
