@@ -2,7 +2,7 @@
 
 Each run trains a warm-started policy (``python -m lightning_rlstab.demo`` makes one) with the monitor attached and
 leaves a ``label.json`` beside its logs. Sick runs are made sick at a known step: a gradient spoiled, a reward function
-that changes its mind, an entropy coefficient of the wrong sign.
+that changes its mind, advantages that ignore it.
 
 Run: ``python benchmarks/diagnosis_runs.py --policy DIR --out DIR [--steps 90] [--healthy 12] [--seeds 1]``.
 """
@@ -10,7 +10,6 @@ Run: ``python benchmarks/diagnosis_runs.py --policy DIR --out DIR [--steps 90] [
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import math
@@ -55,13 +54,19 @@ def scaled(factor: Callable[[int], float]) -> Sickness:
     return Sickness(spoil)
 
 
-def entropy_coefficient(value: float) -> Sickness:
-    """The entropy bonus, with a wrong value."""
+class SelfReward(pl.Callback):
+    """Advantages by the policy's own taste: +1 reinforces what it finds likely, -1 what it finds unlikely."""
 
-    def spoil(trainer: pl.Trainer, module: Any) -> None:
-        module.loss_settings = dataclasses.replace(module.loss_settings, entropy_coef=value)
+    def __init__(self, sign: float) -> None:
+        self.sign = sign
 
-    return Sickness(spoil)
+    def on_rollout_ready(self, trainer: pl.Trainer, pl_module: Any, rollout: Any) -> Any:
+        """Replace the advantages."""
+        if trainer.global_step < ONSET:
+            return rollout
+        taste = torch.where(rollout.completion_mask, rollout.behavior_logprobs, 0.0).sum(dim=1)
+        advantages = self.sign * (taste - taste.mean()) / (taste.std() + 1e-6)
+        return rollout.replace(advantages=advantages.to(rollout.advantages.dtype))
 
 
 def drill(kind: str, **fields: Any) -> FireDrill:
@@ -100,8 +105,8 @@ def sick_runs() -> dict[str, tuple[tuple[str, ...], list[pl.Callback], Any]]:
         "drift": (("gradient_drift",), [scaled(lambda passed: 1.08**passed)], exact_sum),
         "frozen": (("frozen",), [scaled(lambda passed: 0.0)], exact_sum),
         "no_signal": (("no_signal",), [], Changing(lambda text: 0.0)),
-        "entropy_collapse": (("entropy_collapse", "over_optimised"), [entropy_coefficient(-1.0)], exact_sum),
-        "entropy_explosion": (("entropy_explosion",), [entropy_coefficient(1.0)], exact_sum),
+        "entropy_collapse": (("entropy_collapse", "over_optimised"), [SelfReward(1.0)], exact_sum),
+        "entropy_explosion": (("entropy_explosion",), [SelfReward(-1.0)], exact_sum),
         "held_out": (("held_out_gap",), [], Changing(lambda text: text.count("7") / max(len(text), 1))),
     }
 
