@@ -111,6 +111,7 @@ class StabilityMonitor(pl.Callback):
         self._seen_tokens = -1.0
         self._norm: float | None = None
         self._layer_norms: dict[str, float] = {}
+        self._without_gradient: list[str] = []
         self._repetition: float | None = None
         self._is_over = False
 
@@ -173,8 +174,10 @@ class StabilityMonitor(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Take the norm of the gradient as it came."""
+        """Take the norm of the gradient as it came, and the names of weights that got none."""
         strategy = trainer.strategy
+        named = [(name, one) for name, one in pl_module.named_parameters() if one.requires_grad]
+        self._without_gradient = [name for name, one in named if one.grad is None]
         if isinstance(strategy, StepGate):
             norms = strategy.gradient_norms()
             self._norm = norms.total
@@ -270,7 +273,11 @@ class StabilityMonitor(pl.Callback):
         level = logging.WARNING if finding.is_alarm else logging.INFO
         _log.log(level, "StabilityMonitor, step %d: %s", finding.alarm_step, alarm_sentence(finding))
         if finding.is_alarm:
-            self._event("alarm", finding.alarm_step, **finding_as_dict(finding))
+            fields = finding_as_dict(finding)
+            if finding.cause == "frozen" and self._without_gradient:
+                fields["without_gradient"] = self._without_gradient[:50]
+                _log.warning("Trainable weights without any gradient: %s", ", ".join(self._without_gradient[:20]))
+            self._event("alarm", finding.alarm_step, **fields)
         if self._board is not None:
             self._board.alarm(finding)
         if self.on_alarm is not None:

@@ -179,6 +179,20 @@ def test_weights_that_never_move_are_reported(grpo_run):
     assert "frozen" in [cause for cause, _ in causes(run)]
 
 
+def test_fr_058_weights_without_any_gradient_are_listed_by_name(grpo_run, caplog):
+    class Detached(pl.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+    monitor = StabilityMonitor(thresholds=MonitorConfig(idle_readings=3))
+    run = grpo_run(Detached(), monitor, max_steps=5)
+    (alarm,) = run.events("alarm", cause="frozen")
+    trainable = [name for name, one in run.module.named_parameters() if one.requires_grad]
+    assert alarm["without_gradient"] == trainable[:50]
+    assert any(trainable[0] in record.getMessage() for record in caplog.records)
+
+
 def test_fr_138_looping_completions_raise_an_alarm_in_the_same_step(grpo_run, byte_tokenizer):
     class Peeee(pl.Callback):
         def on_rollout_ready(self, trainer, pl_module, rollout):
