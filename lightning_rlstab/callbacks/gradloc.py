@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader, StepOracle
+from lightning_rlstab.callbacks.run_context import RunContext
 from lightning_rlstab.control.gradloc import TriggerConfig, TriggerReading, TriggerState, spike_threshold, trigger_step
 from lightning_rlstab.control.interventions import DroppedGradientHook
 from lightning_rlstab.control.plain_probe import PlainProbe
@@ -23,7 +23,6 @@ from lightning_rlstab.gradloc.attribution import layer_shares
 from lightning_rlstab.gradloc.finding import Finding
 from lightning_rlstab.gradloc.ladder import LadderSettings, localized
 from lightning_rlstab.gradloc.wording import event_fields
-from lightning_rlstab.report.events import EventLog
 
 __all__ = ["GradLoc"]
 
@@ -106,7 +105,8 @@ class GradLoc(pl.Callback):
         self.ladder = LadderSettings(search=search, top_k=top_k, probe_budget=probe_budget, culprit_frac=culprit_frac)
         self.state = TriggerState()
         self.last_finding: Finding | None = None
-        self._events: EventLog | None = None
+        self._run: RunContext | None = None
+        self._pending: dict[str, float] | None = None
         self._probe: GradientProbe | None = None
         self._read_norms: NormReader | None = None
 
@@ -133,8 +133,7 @@ class GradLoc(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the probe and the run folder."""
-        folder = trainer.log_dir or trainer.default_root_dir  # a collective: on every rank
-        self._events = EventLog(Path(folder) / "events.jsonl")
+        self._run = RunContext(trainer)
         strategy = trainer.strategy
         if isinstance(strategy, GradientProbe) and isinstance(strategy, StepGate):
             self._probe, self._read_norms = strategy, strategy.gradient_norms
@@ -164,8 +163,18 @@ class GradLoc(pl.Callback):
             readings |= self._answer(trainer, pl_module, tokens, math.inf if threshold is None else threshold)
         if any(dropped):
             readings |= self._answer_dropped(trainer, pl_module, tokens, math.inf if threshold is None else threshold)
-        readings["rlstab/gradloc/spikes"] = float(self.state.spikes)
-        pl_module.log_dict(readings, on_step=True, on_epoch=False, batch_size=1)
+        assert self._run is not None
+        if len(readings) > 1 or self._run.is_log_due:
+            self._pending = {**readings, "rlstab/gradloc/spikes": float(self.state.spikes)}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the curves of the step that ended: at the Trainer's interval, and after every spike."""
+        if self._pending is not None:
+            assert self._run is not None
+            self._run.log(self._pending)
+            self._pending = None
 
     def _answer(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: float, threshold: float
@@ -267,8 +276,8 @@ class GradLoc(pl.Callback):
         summary = str(fields["summary"])
         if not trainer.is_global_zero:
             return summary
-        assert self._events is not None
-        self._events.write("spike", step=trainer.global_step, **fields)
+        assert self._run is not None
+        self._run.event("spike", **fields)
         _log.warning("GradLoc, step %d: %s", trainer.global_step, summary)
         for logger in trainer.loggers:
             writer = getattr(logger, "experiment", None)
