@@ -36,7 +36,7 @@ from lightning_rlstab.core.gradloc import head_gradient_norms
 from lightning_rlstab.core.policy_loss import LossInputs, policy_loss
 from lightning_rlstab.strategies import RLStabSingleDevice
 
-WARMUP = 12
+WARMUP = 12  # clean steps while the level is learned
 PLACES = ("anywhere", "anywhere", "first", "last")
 KINDS = {
     "token_mismatch": "tokens",
@@ -259,9 +259,9 @@ def built(options: argparse.Namespace, callbacks: list[pl.Callback], steps: int,
         per_device_train_batch_size=rows,
         max_completion_length=width,
         num_iterations=iterations,
-        learning_rate=1e-7,
         lr_scheduler_type="constant",
         seed=options.seed,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-9),  # the weights stay; no state to hold
     )
     data = PromptDataModule([{"prompt": f"What is {a} plus {b}?"} for a in range(20) for b in range(20)])
     trainer = pl.Trainer(
