@@ -32,11 +32,13 @@ class Turn:
     Args:
         line: Gets ``True`` to run a block; answers with the seconds that it took, the process's own and the clock's.
         block: Steps per turn.
+        turns: Turns to report; what is trained after them is not measured.
     """
 
-    def __init__(self, line: Connection, block: int) -> None:
+    def __init__(self, line: Connection, *, block: int, turns: int) -> None:
         self._line = line
         self._block = block
+        self._turns_left = turns
         self._steps = 0
         self._began = (0.0, 0.0)
 
@@ -48,7 +50,8 @@ class Turn:
     def step_ended(self) -> None:
         """Count a step; at the end of a block report its seconds and wait for the next turn."""
         self._steps += 1
-        if self._steps % self._block == 0:
+        if self._steps % self._block == 0 and self._turns_left:
+            self._turns_left -= 1
             own, clock = self._began
             self._line.send((time.process_time() - own, time.perf_counter() - clock))
             self.wait()
@@ -68,7 +71,7 @@ def _rows(length: int, count: int) -> list[dict[str, str]]:
     ]
 
 
-def run_side(side: str, line: Connection, model: str, fields: dict[str, Any], block: int, prompt_length: int) -> None:
+def run_side(side: str, line: Connection, model: str, fields: dict[str, Any], plan: dict[str, int]) -> None:
     """Train on one side in this process, a block per turn, and send the memory figures last."""
     import torch
 
@@ -78,8 +81,8 @@ def run_side(side: str, line: Connection, model: str, fields: dict[str, Any], bl
 
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, padding_side="left")
-    rows = _rows(prompt_length, 64)
-    turn = Turn(line, block)
+    rows = _rows(plan["prompt_length"], 64)
+    turn = Turn(line, block=plan["block"], turns=plan["turns"])
     with tempfile.TemporaryDirectory() as scratch:
         config = grpo_config(scratch, **fields)
         before = peak_megabytes()
@@ -134,12 +137,12 @@ def compared(model: str, *, rounds: int, block: int, batch: int, prompt_length: 
         "generation_kwargs": {"min_new_tokens": length},
         "learning_rate": 1e-6,
     }
+    plan = {"block": block, "turns": rounds + 1, "prompt_length": prompt_length}
     spawn = multiprocessing.get_context("spawn")
     lines, workers = {}, {}
     for side in SIDES:
         lines[side], far = spawn.Pipe()
-        arguments = (side, far, model, fields, block, prompt_length)
-        workers[side] = spawn.Process(target=run_side, args=arguments, daemon=True)
+        workers[side] = spawn.Process(target=run_side, args=(side, far, model, fields, plan), daemon=True)
         workers[side].start()
         far.close()
     blocks: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}

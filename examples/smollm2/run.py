@@ -44,6 +44,7 @@ def main() -> None:
     fit += [f"--trainer.max_steps={arguments.steps}", f"--trainer.default_root_dir={arguments.out}", *extra]
     cli = RLStabCLI(args=fit)
     run = Path(str(cli.trainer.log_dir))
+    del cli  # its weights and optimizer state are 2 GB
     after = held_out_scores(run / "policy", extra)
     curves, pace = read(run)
     reward_first, reward_last = mean_of_ends(curves["reward"])
