@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-import lightning_rlstab.callbacks  # noqa: F401  # makes their short names known to YAML files
+import lightning_rlstab.callbacks  # makes their short names known to YAML files
 import lightning_rlstab.strategies  # noqa: F401  # registers "rlstab", "rlstab_ddp", "rlstab_fsdp"
 from lightning_rlstab.core.checks import nearest_name
 from lightning_rlstab.module.data import PromptDataModule
