@@ -36,7 +36,6 @@ from lightning_rlstab.core.gradloc import head_gradient_norms
 from lightning_rlstab.core.policy_loss import LossInputs, policy_loss
 from lightning_rlstab.strategies import RLStabSingleDevice
 
-WARMUP = 12  # clean steps while the level is learned
 PLACES = ("anywhere", "anywhere", "first", "last")
 KINDS = {
     "token_mismatch": "tokens",
@@ -65,8 +64,8 @@ class Planter(pl.Callback):
 
     needs_token_signals = True
 
-    def __init__(self, gradloc: GradLoc, *, seed: int, is_exact: bool) -> None:
-        self.gradloc, self.is_exact = gradloc, is_exact
+    def __init__(self, gradloc: GradLoc, *, seed: int, is_exact: bool, warmup: int) -> None:
+        self.gradloc, self.is_exact, self.warmup = gradloc, is_exact, warmup
         self.random = random.Random(seed)
         self.plan: list[tuple[int, str, float]] = []
         self.planted: dict[tuple[int, int, int], float] = {}
@@ -75,9 +74,11 @@ class Planter(pl.Callback):
         self.clean: list[int] = []
 
     def is_spiked(self, step: int) -> bool:
-        return step >= WARMUP and (step - WARMUP) % 2 == 0
+        """Whether this step gets culprits."""
+        return step >= self.warmup and (step - self.warmup) % 2 == 0
 
     def on_policy_loss(self, trainer: Any, pl_module: Any, inputs: LossInputs) -> LossInputs:
+        """Draw the step's culprits, and plant those of this micro-batch."""
         micro_batch = len(pl_module.window)
         if micro_batch == 0:
             self.planted, count = {}, self.random.randint(1, 5)
@@ -134,6 +135,7 @@ class Planter(pl.Callback):
         return spike_threshold(self.gradloc.config, self.gradloc.state, tokens) or 1.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the tokens of the step before: the window is empty when the first culprit is planted."""
         if pl_module.window:
             self.items = float(pl_module.window[0].rollout.num_items)
 
@@ -160,7 +162,7 @@ class Planter(pl.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step, finding = trainer.global_step - 1, self.gradloc.last_finding
-        if step < WARMUP:
+        if step < self.warmup:
             return
         named = (
             [(c.address.micro_batch, c.address.sequence, c.address.token) for c in finding.culprits] if finding else []
@@ -284,9 +286,9 @@ def built(options: argparse.Namespace, callbacks: list[pl.Callback], steps: int,
 
 def recall(options: argparse.Namespace) -> dict[str, Any]:
     """Planted tokens and clean steps in turn."""
-    gradloc = GradLoc(action="report", min_norm=0.0, warmup_steps=WARMUP - 2)
-    planter = Planter(gradloc, seed=options.seed, is_exact=not options.model)
-    steps = WARMUP + 2 * max(options.spikes, options.clean)
+    gradloc = GradLoc(action="report", min_norm=0.0, warmup_steps=options.warmup - 2)
+    planter = Planter(gradloc, seed=options.seed, is_exact=not options.model, warmup=options.warmup)
+    steps = options.warmup + 2 * max(options.spikes, options.clean)
     with tempfile.TemporaryDirectory() as folder:
         trainer, module, data = built(options, [planter, gradloc], steps, Path(folder))
         trainer.fit(module, data)
@@ -317,14 +319,14 @@ def causes(options: argparse.Namespace) -> dict[str, Any]:
         chosen = draw.choice(NUMERIC) if kind == "numeric" else kind
         fault = {
             "kind": chosen,
-            "step": WARMUP + 2 * index,
+            "step": options.warmup + 2 * index,
             "micro_batch": draw.randrange(accumulation),
             "token": draw.randrange(12),
             "layer": str(draw.randrange(2)) if chosen == "layer_explosion" else None,
             "magnitude": MAGNITUDES.get(chosen, 1.0) * math.exp(draw.uniform(0.0, 1.0)),
         }
         faults.append({name: value for name, value in fault.items() if value is not None})
-    gradloc = GradLoc(action="report", min_norm=0.0, warmup_steps=WARMUP - 2)
+    gradloc = GradLoc(action="report", min_norm=0.0, warmup_steps=options.warmup - 2)
     verdicts: dict[int, str] = {}
 
     class Note(pl.Callback):
@@ -335,7 +337,7 @@ def causes(options: argparse.Namespace) -> dict[str, Any]:
                 verdicts[trainer.global_step - 1], gradloc.last_finding = gradloc.last_finding.verdict, None
 
     with tempfile.TemporaryDirectory() as folder:
-        steps = WARMUP + 2 * len(faults)
+        steps = options.warmup + 2 * len(faults)
         trainer, module, data = built(options, [FireDrill(faults), gradloc, Note()], steps, Path(folder))
         trainer.fit(module, data)
     table: dict[str, dict[str, int]] = {}
@@ -356,6 +358,7 @@ def main() -> None:
     parser.add_argument("--spikes", type=int, default=200)
     parser.add_argument("--clean", type=int, default=200)
     parser.add_argument("--causes", type=int, default=20, help="faults of each kind; 0 for none")
+    parser.add_argument("--warmup", type=int, default=12, help="clean steps while the level is learned")
     parser.add_argument("--width", type=int, default=0, help="longest completion in tokens")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
