@@ -136,7 +136,7 @@ _ALL = (
         "warning",
         "an entropy bonus that is too large, or a policy drifting to noise",
         "Remove or lower the entropy bonus and the learning rate",
-        ("all_truncated", "gradient_drift"),
+        ("all_truncated", "gradient_drift", "reward_hacking", "no_signal"),
     ),
     Cause(
         "repetition",
@@ -154,7 +154,7 @@ _ALL = (
         "warning",
         "a reward that pays for something else than the task",
         "Tighten the rollout filter (z 3.0) and read best and worst rollouts for odd formats",
-        ("entropy_explosion", "held_out_gap"),
+        ("held_out_gap",),
     ),
     Cause(
         "held_out_gap",

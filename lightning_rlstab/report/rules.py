@@ -233,7 +233,7 @@ def over_optimised(view: View) -> Evidence | None:
 def reward_hacking(view: View) -> Evidence | None:
     """KL rises, reward falls (or one component falls while another rises), entropy holds."""
     evidence, entropy_ratio = _kl_rise_reward_fall(view)
-    if evidence is None or entropy_ratio < 0.8:
+    if evidence is None or not 0.8 <= entropy_ratio <= 1.4:
         return None
     return Evidence(
         f"{evidence.words}; entropy holds at {entropy_ratio:.2f} of its level then",

@@ -220,6 +220,19 @@ def test_kl_up_reward_down_entropy_holds_is_reward_hacking(watched):
     assert "entropy holds" in state.findings["reward_hacking"].rule
 
 
+def test_entropy_that_explodes_with_the_kl_is_not_taken_for_reward_hacking(watched):
+    def sick(at):
+        passed = after(at, 80)
+        return {
+            "kl": min(3.0, 0.02 * 1.1**passed),
+            "reward": 0.5 * 0.97**passed,
+            "entropy": min(1.0 * 1.03**passed, 4.0),
+        }
+
+    state, _ = watched(sick, steps=160)
+    assert first_cause(state) == "entropy_explosion"
+
+
 def test_fr_043_format_up_answer_down_kl_tenfold_is_one_alarm_that_names_reward_hacking(watched):
     def sick(at):
         passed = after(at, 80)
