@@ -7,7 +7,7 @@ callback of the trainer, in the trainer's order. A callback that needs the gate 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -30,6 +30,7 @@ __all__ = [
     "Verdict",
     "Vote",
     "WeightHost",
+    "WeightLoader",
     "WindowEntry",
 ]
 
@@ -176,6 +177,15 @@ class WeightHost(Protocol):
 
     def full_state_dict(self, policy: nn.Module) -> Mapping[str, Tensor]:
         """Whole weights under the names of ``policy.state_dict()``, on the CPU of rank 0; empty on other ranks."""
+        ...
+
+
+@runtime_checkable
+class WeightLoader(Protocol):
+    """A strategy that builds a sharded model whose weights only one rank has read."""
+
+    def loaded(self, load: Callable[[], nn.Module], empty: Callable[[], nn.Module]) -> nn.Module:
+        """The sharded model: ``load`` gives its weights on rank 0, ``empty`` its structure on the meta device."""
         ...
 
 

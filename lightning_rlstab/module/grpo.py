@@ -18,6 +18,7 @@ from lightning_rlstab.control.protocols import (
     RolloutReadyHook,
     RolloutScoredHook,
     StepGate,
+    WeightLoader,
     WindowEntry,
 )
 from lightning_rlstab.core.checks import refusal
@@ -39,6 +40,7 @@ from lightning_rlstab.module.plan import RolloutPlan
 from lightning_rlstab.module.policy import (
     context_length,
     disable_dropout_,
+    empty_policy,
     load_policy,
     load_processing_class,
     with_lora,
@@ -192,20 +194,42 @@ class GRPOModule(HeldOutEvaluation):
         """Load the policy and the reference model; does nothing the second time."""
         if self._is_configured:
             return
-        settings = self.settings
-        options = dict(settings.model_init_kwargs or {})
-        if settings.trust_remote_code and not isinstance(self._model, nn.Module):
-            options["trust_remote_code"] = True
-        policy = load_policy(
-            self._model, model_init_kwargs=options, gradient_checkpointing=settings.gradient_checkpointing
-        )
-        if settings.disable_dropout:
-            disable_dropout_(policy)
-        if self._peft_config is not None:
-            policy = with_lora(policy, self._peft_config)
-        self.policy = policy
-        self.reference = reference_of(policy, settings.beta)
+        strategy: Any = None if self._trainer is None else self._trainer.strategy
+        if isinstance(strategy, WeightLoader) and isinstance(self._model, str) and self._peft_config is None:
+            self.policy = strategy.loaded(self._loaded_policy, self._empty_policy)
+            if self.settings.beta != 0.0:
+                reference = strategy.loaded(self._loaded_policy, self._empty_policy)
+                self.reference = reference.requires_grad_(False).eval()
+        else:
+            policy = self._loaded_policy()
+            self.policy = policy if self._peft_config is None else with_lora(policy, self._peft_config)
+            self.reference = reference_of(self.policy, self.settings.beta)
         self._is_configured = True
+
+    def _loaded_policy(self) -> nn.Module:
+        policy = load_policy(
+            self._model,
+            model_init_kwargs=self._model_options,
+            gradient_checkpointing=self.settings.gradient_checkpointing,
+        )
+        if self.settings.disable_dropout:
+            disable_dropout_(policy)
+        return policy
+
+    def _empty_policy(self) -> nn.Module:
+        """The structure that :meth:`_loaded_policy` fills, for strategies that shard before any weight is read."""
+        structure = empty_policy(cast(str, self._model), model_init_kwargs=self._model_options)
+        policy = load_policy(structure, gradient_checkpointing=self.settings.gradient_checkpointing)
+        if self.settings.disable_dropout:
+            disable_dropout_(policy)
+        return policy
+
+    @property
+    def _model_options(self) -> dict[str, Any]:
+        options = dict(self.settings.model_init_kwargs or {})
+        if self.settings.trust_remote_code and not isinstance(self._model, nn.Module):
+            options["trust_remote_code"] = True
+        return options
 
     def setup(self, stage: str) -> None:
         """Resolve what needs the Trainer: sizes, tokenizer, hooks.

@@ -19,6 +19,7 @@ from lightning_rlstab.module.reference import reference_context, reference_of, s
 __all__ = [
     "context_length",
     "disable_dropout_",
+    "empty_policy",
     "forward_logits",
     "load_policy",
     "load_processing_class",
@@ -73,6 +74,35 @@ def load_policy(
             raise refusal("gradient_checkpointing", f"be false for a {type(policy).__name__}, which has none", True)
         enable({"use_reentrant": False, **(gradient_checkpointing_kwargs or {})})
     return policy.train()
+
+
+def empty_policy(
+    model: str | Path, *, model_init_kwargs: Mapping[str, Any] | None = None, dtype: str | torch.dtype = "float32"
+) -> nn.Module:
+    """The policy's structure without its weights, on the default device; only its configuration is read.
+
+    Args:
+        model: A directory in Hugging Face format or a hub name.
+        model_init_kwargs: As in ``load_policy``.
+        dtype: As in ``load_policy``.
+
+    Returns:
+        The policy in training mode, with arbitrary weights.
+
+    Raises:
+        ValueError: If ``model`` names nothing that can be loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = dict(model_init_kwargs or {})
+    dtype = options.pop("torch_dtype", options.pop("dtype", dtype))
+    kept = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
+    config = _pretrained(AutoConfig.from_pretrained, "model", model, options)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    built: nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=config.dtype if dtype == "auto" else dtype, **kept
+    )
+    return built.train()
 
 
 def load_processing_class(
