@@ -101,7 +101,7 @@ def warm_start(
     tokenizer: Any,
     *,
     right_share: float = 0.3,
-    target_agreement: float = 0.85,
+    target_agreement: float = 0.9,
     max_steps: int = 400,
     seed: int = 0,
     on_check: Callable[[int, float], None] | None = None,
