@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,6 +197,8 @@ def main(args: ArgsType = None) -> None:
     Args:
         args: Command line; None for ``sys.argv``.
     """
+    # Lightning 2.6.6 makes tree specs in a way that torch 2.13 has deprecated; nothing a user could act on.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     RLStabCLI(args=args)
 
 

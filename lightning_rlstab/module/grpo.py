@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -61,7 +61,12 @@ from lightning_rlstab.rollout.sampler import Sampler
 
 __all__ = ["GRPOModule"]
 
-RewardFunc = str | Callable[..., Any] | nn.Module
+RewardFuncs = Any
+"""A callable, an import path, a model or its id, or a list of these.
+
+``Any`` on purpose: with a Callable in the annotation the command line would turn import paths into functions, and the
+saved configuration could not be read back.
+"""
 
 _STATE_KEY = "rlstab_grpo"
 _PROGRESS_BAR = ("reward", "kl", "entropy", "grad_norm")
@@ -117,7 +122,7 @@ class GRPOModule(HeldOutEvaluation):
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: RewardFunc | list[RewardFunc],
+        reward_funcs: RewardFuncs,
         *,
         processing_class: Any = None,
         reward_processing_classes: list[Any] | None = None,

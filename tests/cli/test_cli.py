@@ -71,8 +71,15 @@ def test_fit_stacks_configs_saves_the_merged_one_and_exports_the_policy(work: Pa
     names = [callback["class_path"].rsplit(".", 1)[-1] for callback in saved["trainer"]["callbacks"]]
     assert names == ["LearningRateMonitor", "ModelCheckpoint"]
     assert saved["model"]["num_generations"] == 2
+    assert saved["model"]["reward_funcs"] == ["tests_reward.length"]
     assert list(run.glob("events.out.tfevents.*"))
     AutoModelForCausalLM.from_pretrained(run / "policy", local_files_only=True)
+
+
+def test_the_saved_config_runs_again(work: Path) -> None:
+    first = RLStabCLI(args=["fit", "--config", f"{work}/base.yaml"])
+    again = RLStabCLI(args=["fit", "--config", f"{first.trainer.log_dir}/config.yaml"])
+    assert again.trainer.global_step == first.trainer.global_step == 2
 
 
 def test_the_order_of_base_and_fragment_does_not_matter(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
