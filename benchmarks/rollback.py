@@ -84,9 +84,14 @@ def main() -> None:
         run = demo_run(policy, tokenizer, Poison(kind, {step}), *guards(), seed=seed, steps=STEPS)
         is_finite = all(bool(p.isfinite().all()) for p in run.module.parameters())
         acted = run.events("rollback") if kind != "loss" else run.events("skip")
-        recovered += is_finite and len(acted) == 1
+        is_recovered = is_finite and len(acted) >= 1 and not run.events("stop")
+        recovered += is_recovered
         poisoned.append(run.accuracy)
-        print(f"seed {seed}: {kind} at step {step}: accuracy {run.accuracy:.3f}, clean {clean[-1]:.3f}", flush=True)
+        print(
+            f"seed {seed}: {kind} at step {step}: accuracy {run.accuracy:.3f}, clean {clean[-1]:.3f}, "
+            f"{len(acted)} interventions, {'recovered' if is_recovered else 'NOT recovered'}",
+            flush=True,
+        )
     mean, deviation = statistics.mean(clean), statistics.stdev(clean)
     within = sum(accuracy >= mean - 2 * deviation for accuracy in poisoned)
     gaps = [one - other for one, other in zip(poisoned, clean, strict=True)]

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.opefo_feedback import ResidualStore
 from lightning_rlstab.callbacks.opefo_moments import SecondMomentFloor
-from lightning_rlstab.callbacks.opefo_snapshots import SnapshotKeeper, are_finite, optimizer_tensors, weights_are_finite
+from lightning_rlstab.callbacks.opefo_snapshots import (
+    SnapshotKeeper,
+    are_finite,
+    optimizer_tensors,
+    weight_versions,
+    weights_are_finite,
+)
 from lightning_rlstab.callbacks.run_context import RunContext, switched
 from lightning_rlstab.control.interventions import GradientGuard, RolloutOwner, VoteBook
 from lightning_rlstab.control.opefo import (
@@ -54,7 +60,7 @@ class OPEFO(pl.Callback):
     for good, and multiplies whatever learning rate the schedule says by 0.3 for 100 applied steps.
     ``trainer.global_step`` and the place in the data go on. With all three off the run is plain GRPO bit for bit.
 
-    What it costs: two passes over the weights per optimizer step; a pass over the second moments per look; one copy of
+    What it costs: one pass over the weights per optimizer step; a pass over the second moments per look; one copy of
     the gradient per pending skip; one copy of the state per snapshot, written in the background (sharded strategies
     write their shards in the foreground).
 
@@ -94,6 +100,7 @@ class OPEFO(pl.Callback):
         self._hooks: list[Any] = []
         self._loss_is_broken: Tensor | None = None
         self._is_step_finite: bool | None = None
+        self._checked_versions: int | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ class OPEFO(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find gate and run folder, take over a saved memory, take the first snapshot."""
         self._run, self._gate = RunContext(trainer), step_gate(trainer, "OPEFO")
-        self._loss_is_broken, self._is_step_finite = None, None
+        self._loss_is_broken = self._is_step_finite = self._checked_versions = None
         if self.second_moment is not None:
             self.second_moment.refuse_unsuitable(trainer)
         if self._loaded is not None:
@@ -172,11 +179,12 @@ class OPEFO(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Before sampling from the weights, once per optimizer step, make sure that they can be sampled from."""
+        """If anything has written to the weights, make sure that they can still be sampled from."""
         if self.snapshots is None or batch_idx % trainer.accumulate_grad_batches:
             return
         assert self._run is not None
-        if not self._run.agreed(weights_are_finite(trainer)):
+        is_unchanged = self._checked_versions == weight_versions(trainer)
+        if not self._run.agreed(is_unchanged or weights_are_finite(trainer)):
             self._roll_back(trainer, pl_module, "the weights were not finite before the step")
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -256,7 +264,9 @@ class OPEFO(pl.Callback):
         self.recovery, due = step_recovery(self.snapshots, self.recovery, was_applied=was_applied, is_finite=is_finite)
         if was_recovering and not self.recovery.recovery_left:
             self._run.event("controller", source="opefo", name="learning_rate", reason="released after recovery")
-        if not self._run.agreed(weights_are_finite(trainer)):
+        is_healthy = self._run.agreed(weights_are_finite(trainer))
+        self._checked_versions = weight_versions(trainer)
+        if not is_healthy:
             self._roll_back(trainer, pl_module, "the weights are not finite")
         elif due == "roll back":
             count = self.recovery.nonfinite_steps

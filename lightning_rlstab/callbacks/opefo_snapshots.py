@@ -18,7 +18,7 @@ from lightning_rlstab.control.interventions import Rewindable
 from lightning_rlstab.control.opefo import SnapshotConfig
 from lightning_rlstab.control.snapshots import SnapshotWriter, cloned_to_cpu, publish, snapshot_name, snapshots_in
 
-__all__ = ["SnapshotKeeper", "are_finite", "optimizer_tensors", "weights_are_finite"]
+__all__ = ["SnapshotKeeper", "are_finite", "optimizer_tensors", "weight_versions", "weights_are_finite"]
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +170,12 @@ def optimizer_tensors(trainer: pl.Trainer) -> list[Tensor]:
     """Every tensor in the states of the optimizers."""
     states = (state for optimizer in trainer.optimizers for state in optimizer.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def weight_versions(trainer: pl.Trainer) -> int:
+    """A number that changes whenever something writes to a trainable weight in place; no look at the values."""
+    # Of the local pieces: a sharded tensor does not count what is written to its piece.
+    return sum(local(parameter)._version for parameter in parameters_of(trainer))
 
 
 def weights_are_finite(trainer: pl.Trainer) -> bool:
