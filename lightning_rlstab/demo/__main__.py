@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from lightning_rlstab.core.checks import integer
 from lightning_rlstab.demo.digits import addition_rows, forgetful_sum
 from lightning_rlstab.demo.policy import digit_policy, digit_tokenizer, greedy_accuracy, save_policy, warm_start
+from lightning_rlstab.report.events import read_events
 
 __all__ = ["main"]
 
@@ -78,11 +79,30 @@ def _trained(policy: Path, out: Path, *, seed: int, steps: int, stacked: Sequenc
 
     config = shelf("configs", "demo")
     _say(f"2. GRPO: {steps} steps of configs/{config.name}, one point for an exact sum, none for anything else.")
+    if stacked:
+        _say("  configs/demo_drill.yaml will spoil one token on purpose; GradLoc is on watch.")
     arguments = ["fit", f"--config={config}", *(f"--config={fragment}" for fragment in stacked)]
     arguments += [f"--seed_everything={seed}", f"--model.seed={seed}", f"--data.seed={seed}", f"--model.model={policy}"]
     arguments += [f"--trainer.max_steps={steps}", f"--trainer.default_root_dir={out}"]
     cli = RLStabCLI(args=arguments, trainer_defaults={"callbacks": [Narrator(_say)]})
     return Path(str(cli.trainer.log_dir))
+
+
+_FAULT_STEP = 60
+"""Of ``configs/demo_drill.yaml``; a shorter run leaves the fault out."""
+
+
+def _drill(steps: int) -> list[str]:
+    from lightning_rlstab.cli import shelf
+
+    return [str(shelf("configs", "demo_drill"))] if steps > _FAULT_STEP else []
+
+
+def _say_what_was_found(spikes: Sequence[Mapping[str, Any]]) -> None:
+    """Chapter 4: the planted fault in GradLoc's own words."""
+    for spike in spikes:
+        _say(f"4. Step {spike['step']}, one token was spoilt on purpose. GradLoc found, and did:")
+        _say(f"  {spike['summary']}")
 
 
 def _exported_accuracy(directory: Path) -> float:
@@ -114,7 +134,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
 
     Returns:
         ``accuracy_before``, ``accuracy_after`` (greedy, on the held-out additions), ``steps``, ``seconds`` and
-        ``log_dir``, with the seconds of each chapter.
+        ``log_dir``, with the seconds of each chapter and the number of ``spikes_found``.
     """
     arguments = _arguments(given)
     torch.set_num_threads(1)  # matrices this small are slower on two threads, and one thread repeats bit for bit
@@ -124,10 +144,14 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     before = _warm_started(policy, seed=arguments.seed, max_steps=arguments.warm_start_steps)
     warm = time.perf_counter()
     _say(f"  accuracy on {len(addition_rows(split='held_out'))} held-out additions: {before:.3f}")
-    log_dir = _trained(policy, arguments.out, seed=arguments.seed, steps=arguments.steps)
+    log_dir = _trained(
+        policy, arguments.out, seed=arguments.seed, steps=arguments.steps, stacked=_drill(arguments.steps)
+    )
     trained = time.perf_counter()
     after = _exported_accuracy(log_dir / "policy")
     _say(f"3. The exported policy, loaded by transformers: {after:.3f} on the same additions (before: {before:.3f}).")
+    spikes = [event for event in read_events(log_dir / "events.jsonl") if event["event"] == "spike"]
+    _say_what_was_found(spikes)
     _say(f"  tensorboard --logdir {log_dir}")
     figures = {
         "accuracy_before": round(before, 4),
@@ -137,6 +161,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         "log_dir": str(log_dir),
         "warm_start_seconds": round(warm - began, 1),
         "grpo_seconds": round(trained - warm, 1),
+        "spikes_found": len(spikes),
         "seed": arguments.seed,
     }
     _say(json.dumps(figures))

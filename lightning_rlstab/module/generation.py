@@ -171,6 +171,8 @@ class HFSampler:
                 advice = f"Did you mean {close!r}" if close else ""
                 raise refusal("generation_kwargs", "hold fields of transformers.GenerationConfig", name, advice)
             fields[name] = value
+        if not fields["do_sample"]:  # knobs of a draw that does not happen; transformers would warn of each
+            fields |= dict.fromkeys(("temperature", "top_p", "top_k", "min_p"))
         fields["max_new_tokens"] = _within_context(model, mask, int(fields["max_new_tokens"]))
         return GenerationConfig(**fields)
 

@@ -32,3 +32,29 @@ def test_the_demo_runs_from_a_foreign_directory_and_ends_with_its_figures(tmp_pa
     rewards = curves.Scalars("reward")
     assert len(rewards) == 3
     assert all(math.isfinite(event.value) for event in rewards)
+
+
+def test_the_planted_fault_is_told_in_words(capsys):
+    from lightning_rlstab.demo.__main__ import _drill, _say_what_was_found
+
+    assert _drill(60) == []
+    assert _drill(61)[0].endswith("demo_drill.yaml")
+    _say_what_was_found([{"step": 60, "summary": "token 1 '4'; caused 102% of it; the token was removed"}])
+    assert "token 1 '4'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_gradloc_names_the_token_that_the_drill_spoilt(tmp_path):
+    from lightning_rlstab.demo.__main__ import main
+    from lightning_rlstab.report.events import read_events
+
+    figures = main(["--steps", "62", "--warm-start-steps", "25", "--out", str(tmp_path)])
+    events = read_events(Path(figures["log_dir"]) / "events.jsonl")
+    (planted,) = [event for event in events if event["event"] == "fire_drill" and event["is_planted"]]
+    (spike,) = [event for event in events if event["event"] == "spike"]
+    culprit = spike["culprits"][0]
+    assert figures["spikes_found"] == 1
+    assert (spike["step"], spike["action"], spike["verdict"]) == (60, "removed", "tokens")
+    assert [culprit[name] for name in ("micro_batch", "rank", "sequence", "token")] == [
+        planted[name] for name in ("micro_batch", "rank", "sequence", "token")
+    ]
