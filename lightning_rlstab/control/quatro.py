@@ -164,11 +164,11 @@ class EntropyFloorConfig:
 
     floor_frac: float = 0.8
     baseline_steps: int = 10
-    window_steps: int = 5
+    window_steps: int = 3
     lead_frac: float = 0.1
-    coef_start: float = 0.002
-    coef_growth: float = 1.2
-    coef_max: float = 0.1
+    coef_start: float = 0.05
+    coef_growth: float = 1.4
+    coef_max: float = 0.3
     epsilon_factor: float = 0.5
     ceiling_frac: float = 2.0
 

@@ -141,7 +141,7 @@ def test_the_floor_is_a_share_of_the_entropy_in_the_first_steps() -> None:
     config = EntropyFloorConfig()
     assert entropy_floor(config, states[8]) is None
     assert entropy_floor(config, states[-1]) == pytest.approx(0.8 * 2.0)
-    assert entropy_mean(states[-1]) == pytest.approx((3 + 1 + 3 + 2) / 5 + 1 / 5)
+    assert entropy_mean(states[-1]) == pytest.approx((1 + 3 + 2) / 3)
 
 
 def test_a_collapse_to_almost_nothing_is_met_with_a_bounded_bonus_that_lets_go() -> None:
@@ -163,8 +163,8 @@ def test_the_next_bout_begins_where_the_last_one_was() -> None:
 def test_the_bonus_fades_between_the_floor_and_its_lead() -> None:
     states = floored([1.0] * 10 + [0.5] * 20 + [0.85] * 20)
     coefs = [state.coef for state in states[36:]]
-    assert all(after < before for before, after in itertools.pairwise(coefs) if before > 0.002)
-    assert coefs[-1] >= 0.002
+    assert all(after < before for before, after in itertools.pairwise(coefs) if before > 0.05)
+    assert coefs[-1] >= 0.05
 
 
 def test_entropy_that_explodes_is_reported() -> None:
