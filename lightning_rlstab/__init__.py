@@ -30,6 +30,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    importlib.import_module("lightning_rlstab.strategies")  # registers "rlstab", "rlstab_ddp" and "rlstab_fsdp"
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

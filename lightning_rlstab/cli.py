@@ -52,10 +52,7 @@ def _packaged(path: str) -> str:
     kind, _, name = path.partition("/")
     if Path(path).is_file() or kind not in ("configs", "callbacks") or not name:
         return path
-    try:
-        return str(shelf(kind, name))
-    except FileNotFoundError:
-        return path
+    return str(shelf(kind, name))
 
 
 def _with_packaged_configs(arguments: Sequence[str]) -> list[str]:
@@ -78,8 +75,11 @@ class _Parser(LightningArgumentParser):
         super().error(f"{message}{self._suggestion(message)}", ex)
 
     def _suggestion(self, message: str) -> str:
-        unknown = re.search(r"(?:Key|Option|key) '([\w.+-]+)' is not (?:accepted|expected)", message) or re.search(
-            r"Unrecognized arguments: --([\w.+-]+)|[Nn]ested key '([\w.+-]+)'|No action for key \"?([\w.+-]+)", message
+        unknown = re.search(
+            r"(?:does not accept (?:option|nested key)|[Kk]ey|[Oo]ption) '([\w.+-]+)'"
+            r"|[Uu]nrecognized arguments: --([\w.+-]+)"
+            r"|No action for key \"?([\w.+-]+)",
+            message,
         )
         if unknown is None:
             return ""

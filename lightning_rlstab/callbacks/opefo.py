@@ -36,7 +36,6 @@ from lightning_rlstab.control.opefo import (
 )
 from lightning_rlstab.control.protocols import GradientNorms, PolicyModule, StepGate, Vote
 from lightning_rlstab.control.stock_gate import step_gate
-from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.rollout.records import Rollout
 
 __all__ = ["OPEFO", "ErrorFeedbackConfig", "SecondMomentConfig", "SnapshotConfig"]
@@ -106,25 +105,22 @@ class OPEFO(pl.Callback):
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the order of callbacks.
+        """Move behind every guard of the gradient: a guard must judge it before any is fed back.
 
         Args:
             trainer: The Trainer.
             pl_module: The module.
             stage: ``fit``, ``validate``, ``test`` or ``predict``.
-
-        Raises:
-            ValueError: If a guard of the gradient comes after this callback.
         """
         if stage != "fit" or self.error_feedback is None:
             return
-        callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-        later = callbacks[callbacks.index(self) + 1 :]
-        guards = [type(callback).__name__ for callback in later if isinstance(callback, GradientGuard)]
-        if guards:
-            rule = f"list {', '.join(guards)} before OPEFO"
-            order = [type(callback).__name__ for callback in callbacks]
-            raise refusal("callbacks", rule, order, "A guard must judge the gradient before any is fed back")
+        callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        place = callbacks.index(self)
+        guards = [index for index, callback in enumerate(callbacks) if isinstance(callback, GradientGuard)]
+        if guards and guards[-1] > place:
+            callbacks.insert(guards[-1] + 1, self)
+            # A new list: Lightning is walking through the old one.
+            trainer.callbacks = callbacks[:place] + callbacks[place + 1 :]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find gate and run folder, take over a saved memory, take the first snapshot."""

@@ -165,6 +165,8 @@ def publish(partial: Path, target: Path) -> None:
         _fsync(path)
     if target.is_dir():
         shutil.rmtree(target)
+    elif partial.is_dir():
+        target.unlink(missing_ok=True)  # a single file of another run; a folder cannot replace it
     os.replace(partial, target)
     _fsync(target.parent)
 

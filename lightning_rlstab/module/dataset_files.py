@@ -257,7 +257,12 @@ def _check_prompts(field: str, rows: PromptRows) -> None:
         prompts: Iterable[Any] = cast(Any, rows)["prompt"]
     else:
         prompts = _listed_prompts(field, rows)
+    is_text: bool | None = None
     for index, prompt in enumerate(prompts):
+        if is_text is not None and isinstance(prompt, str) != is_text and _is_prompt(prompt):
+            kind = "text" if is_text else "a list of messages"
+            raise refusal(f"{field}[{index}]['prompt']", f"be {kind} like the rows before it", _shown(prompt))
+        is_text = isinstance(prompt, str)
         if not _is_prompt(prompt):
             raise refusal(
                 f"{field}[{index}]['prompt']",

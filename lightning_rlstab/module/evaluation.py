@@ -72,8 +72,9 @@ class _Mean(Metric):
         return self.total / self.count
 
     def _count(self, values: Tensor, is_counted: Tensor) -> None:
-        self.total += torch.where(is_counted, values.float(), 0.0).sum()
-        self.count += is_counted.sum()
+        # Not in place: the states may have been made under Lightning's inference mode, by an evaluation before `fit`.
+        self.total = self.total + torch.where(is_counted, values.float(), 0.0).sum()
+        self.count = self.count + is_counted.sum()
 
 
 class MeanReward(_Mean):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +22,8 @@ from lightning_rlstab.control.protocols import (
     WeightLoader,
     WindowEntry,
 )
-from lightning_rlstab.core.checks import refusal
+from lightning_rlstab.control.stock_gate import skip_by_clearing
+from lightning_rlstab.core.checks import number, refusal
 from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLoss, policy_loss
 from lightning_rlstab.module.cycle import RolloutCycle
 from lightning_rlstab.module.entropy import EntropyBonus, entropy_threshold_over
@@ -52,7 +54,7 @@ from lightning_rlstab.module.readings import StepReadings
 from lightning_rlstab.module.reference import reference_of, sync_reference
 from lightning_rlstab.module.reward_model import reward_suite
 from lightning_rlstab.module.rollouts import AdvantageEstimator, RolloutMaker
-from lightning_rlstab.module.settings import GRPOSettings, settings_from_trl
+from lightning_rlstab.module.settings import GRPOSettings, refuse_unknown_settings, settings_from_trl
 from lightning_rlstab.module.token_signals import head_signals, token_signals, without_gradient
 from lightning_rlstab.module.training_rollout import training_rollout
 from lightning_rlstab.module.trl_inputs import trl_loss
@@ -133,6 +135,7 @@ class GRPOModule(HeldOutEvaluation):
         **settings: Any,
     ) -> None:
         super().__init__()
+        refuse_unknown_settings(settings)
         self.settings = GRPOSettings(**settings)
         self.loss_settings = self.settings.loss_settings(steps_per_generation=self.settings.steps_per_generation or 1)
         self.rewards = reward_suite(reward_funcs, reward_processing_classes, self.settings)
@@ -242,6 +245,9 @@ class GRPOModule(HeldOutEvaluation):
         Args:
             stage: ``fit``, ``validate``, ``test`` or ``predict``.
         """
+        clip = self.trainer.gradient_clip_val
+        if clip is not None:
+            number("gradient_clip_val", clip, above=0, advice="Leave it out, or set `max_grad_norm` to null")
         plan = self.rollout_plan
         self.loss_settings = dataclasses.replace(self.loss_settings, steps_per_generation=plan.steps_per_generation)
         self.processing_class = load_processing_class(
@@ -501,8 +507,13 @@ class GRPOModule(HeldOutEvaluation):
             self.clip_gradients(optimizer, bound, gradient_clip_algorithm)
         else:
             norm = clipped_gradient_norm(optimizer, bound)
-        if norm is not None:
-            self._log_step({"grad_norm": float(norm)}, step=self.global_step)
+        if norm is None:
+            return
+        self._log_step({"grad_norm": float(norm)}, step=self.global_step)
+        if not math.isfinite(float(norm)) and not isinstance(strategy, StepGate):
+            # Clipping would have turned the whole gradient into NaN. The norm is the same on all ranks.
+            skip_by_clearing([optimizer])
+            rank_zero_warn(f"Step {self.global_step} was skipped: its gradient norm is {float(norm)}.")
 
     def _log_step(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand a step's metrics to loggers, callbacks and the progress bar.

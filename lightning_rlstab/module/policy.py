@@ -23,6 +23,7 @@ __all__ = [
     "forward_logits",
     "load_policy",
     "load_processing_class",
+    "pretrained",
     "reference_context",
     "reference_of",
     "sync_reference",
@@ -65,7 +66,7 @@ def load_policy(
 
         if "torch_dtype" not in options:
             options.setdefault("dtype", dtype)
-        policy = _pretrained(AutoModelForCausalLM.from_pretrained, "model", model, options)
+        policy = pretrained(AutoModelForCausalLM.from_pretrained, "model", model, options)
     if gradient_checkpointing:
         # Renamed in transformers 5.24; the old name then warns.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -97,7 +98,7 @@ def empty_policy(
     options = dict(model_init_kwargs or {})
     dtype = options.pop("torch_dtype", options.pop("dtype", dtype))
     kept = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
-    config = _pretrained(AutoConfig.from_pretrained, "model", model, options)
+    config = pretrained(AutoConfig.from_pretrained, "model", model, options)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     built: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype if dtype == "auto" else dtype, **kept
@@ -140,7 +141,7 @@ def load_processing_class(
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if revision is not None:
             options["revision"] = revision
-        tokenizer = _pretrained(AutoTokenizer.from_pretrained, field, name, options)
+        tokenizer = pretrained(AutoTokenizer.from_pretrained, field, name, options)
     inner = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal processor holds its tokenizer
     inner.padding_side = "left"
     inner.truncation_side = "left"
@@ -206,7 +207,7 @@ def with_lora(policy: nn.Module, peft_config: Any) -> nn.Module:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         if isinstance(peft_config, str | Path):
             load = partial(peft.PeftModel.from_pretrained, policy, is_trainable=True)
-            adapted = _pretrained(load, "peft_config", peft_config, {})
+            adapted = pretrained(load, "peft_config", peft_config, {})
         else:
             adapted = peft.get_peft_model(policy, peft_config)
     return cast(nn.Module, adapted).train()
@@ -321,7 +322,18 @@ def _loaded_from(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
-def _pretrained(load: Callable[..., Any], field: str, name: str | Path, options: dict[str, Any]) -> Any:
+def pretrained(load: Callable[..., Any], field: str, name: str | Path, options: dict[str, Any]) -> Any:
+    """What ``load(name, **options)`` gives; local directories without network, failures named after the field.
+
+    Args:
+        load: A ``from_pretrained``.
+        field: The setting that the name came from.
+        name: Directory or hub name.
+        options: Further arguments of ``load``.
+
+    Raises:
+        ValueError: If the name cannot be loaded.
+    """
     text = str(name)
     place = Path(text).expanduser()
     if place.is_dir():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_rlstab.core.checks import integer, refusal
+from lightning_rlstab.module.policy import pretrained
 from lightning_rlstab.module.prompts import is_conversational
 from lightning_rlstab.module.settings import GRPOSettings
 from lightning_rlstab.rollout.rewards import RewardSuite, is_model_spec
@@ -113,7 +114,8 @@ def _loaded(model_or_path: str | nn.Module, model_kwargs: dict[str, Any]) -> Any
         return model_or_path
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(model_or_path, num_labels=1, **model_kwargs)
+    load = AutoModelForSequenceClassification.from_pretrained
+    return pretrained(load, "reward_funcs", model_or_path, {"num_labels": 1, **model_kwargs})
 
 
 def _model_id(model: Any) -> str:
@@ -126,7 +128,7 @@ def _tokenizer_of(model_id: str, model_or_path: Any) -> Any:
         raise refusal("reward_processing_classes", "be given for this model", type(model_or_path).__name__, advice)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_id)
+    return pretrained(AutoTokenizer.from_pretrained, "reward_processing_classes", model_id, {})
 
 
 def reward_suite(reward_funcs: Any, reward_processing_classes: Any, settings: GRPOSettings) -> RewardSuite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -207,14 +208,24 @@ def _own_rows(estimate: GroupAdvantages, rows: slice) -> GroupAdvantages:
 
 
 def trainer_state(trainer: Any) -> Any:
-    """The Trainer's progress as the ``transformers.TrainerState`` that reward functions know from TRL.
+    """The Trainer's progress under the names of ``transformers.TrainerState``, which reward functions know from TRL.
+
+    A plain record: it also travels to the worker processes of reward functions with a time limit, and unpickling
+    transformers' own class there would import transformers inside the limit.
 
     Args:
         trainer: The Lightning Trainer.
     """
-    from transformers import TrainerState
-
-    return TrainerState(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
+    return SimpleNamespace(
+        global_step=trainer.global_step,
+        max_steps=trainer.max_steps,
+        epoch=float(trainer.current_epoch),
+        num_train_epochs=trainer.max_epochs,
+        logging_steps=trainer.log_every_n_steps,
+        is_world_process_zero=trainer.is_global_zero,
+        is_local_process_zero=trainer.local_rank == 0,
+        log_history=[],
+    )
 
 
 def loss_tokens(rollout: Rollout, *, is_truncated_masked: bool) -> Rollout:

@@ -7,13 +7,14 @@ range; here they are refused with the field's name, the rule and the value.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlstab.core.checks import choice, flag, integer, number, refusal
+from lightning_rlstab.core.checks import choice, flag, integer, nearest_name, number, refusal
 from lightning_rlstab.core.policy_loss import LossSettings
 
-__all__ = ["GRPOSettings", "settings_from_trl"]
+__all__ = ["GRPOSettings", "refuse_unknown_settings", "settings_from_trl"]
 
 _SCHEDULES = (
     "linear",
@@ -262,6 +263,22 @@ class GRPOSettings:
         return LossSettings(**values)
 
 
+def refuse_unknown_settings(settings: Mapping[str, Any]) -> None:
+    """Answer a misspelt setting with the nearest one.
+
+    Args:
+        settings: Keyword arguments meant for :class:`GRPOSettings`.
+
+    Raises:
+        ValueError: Naming the field, the rule and the value.
+    """
+    known = [field.name for field in dataclasses.fields(GRPOSettings)]
+    for name, value in settings.items():
+        if name not in known:
+            close = nearest_name(name, known)
+            raise refusal(name, "be a setting of GRPOModule", value, f"Did you mean `{close}`" if close else "")
+
+
 # Fields of GRPOConfig that change what a run does and that have no counterpart here, with the only value we can honour.
 _UNSUPPORTED: dict[str, Any] = {
     "router_aux_loss_coef": None,
@@ -270,6 +287,11 @@ _UNSUPPORTED: dict[str, Any] = {
     "use_transformers_paged": False,
     "max_tool_calling_iterations": None,
     "use_liger_kernel": False,
+    "cache_implementation": None,
+    "torch_compile": False,
+    "neftune_noise_alpha": None,
+    "label_smoothing_factor": 0.0,
+    "lr_scheduler_kwargs": None,
     "fp16": False,
 }
 
@@ -289,8 +311,10 @@ def settings_from_trl(config: Any) -> dict[str, Any]:
     """
     for name, neutral in _UNSUPPORTED.items():
         value = getattr(config, name, neutral)
-        if value not in (neutral, None, False):
+        if value not in (neutral, None, False, {}):
             raise refusal(name, f"be {neutral!r}", value, "It has no counterpart in GRPOModule")
+    if not str(_plain(getattr(config, "optim", "adamw_torch"))).startswith("adamw_torch"):
+        raise refusal("optim", "be an adamw_torch variant", _plain(config.optim), "Give GRPOModule an `optimizer`")
     own = {field.name for field in dataclasses.fields(GRPOSettings)}
     values = {name: getattr(config, name) for name in own if hasattr(config, name)}
     values["lr_scheduler_type"] = _plain(values.get("lr_scheduler_type", "linear"))

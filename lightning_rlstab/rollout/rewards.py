@@ -108,6 +108,7 @@ class RewardSuite:
         if len(given) != len(specs):
             raise refusal("reward_weights", f"have one entry per reward function ({len(specs)})", given)
         self.weights = tuple(number(f"reward_weights[{index}]", weight) for index, weight in enumerate(given))
+        self._silent: set[str] = set()
         self._timed: dict[int, TimedCalls] = {}
         if time_limit_seconds is not None:
             limit = number("time_limit_seconds", time_limit_seconds, above=0)
@@ -265,6 +266,10 @@ class RewardSuite:
             for metric, logged in answer.metrics.items():
                 metrics.setdefault(metric, []).extend(logged)
         _warn_of_bad_values(self.names, counts)
+        for name, missing in zip(self.names, counts[0].tolist(), strict=True):
+            if missing == rows and name not in self._silent:
+                self._silent.add(name)
+                _log.warning("reward function %r returned None for all %d completions: it teaches nothing", name, rows)
         has_value = ~per_func.isnan()
         weighted = torch.where(has_value, per_func, 0.0) @ torch.tensor(self.weights)
         return RewardTable(

@@ -13,6 +13,7 @@ import torch
 from lightning_rlstab.callbacks.gepo import GEPO, StepGuardConfig
 from lightning_rlstab.callbacks.opefo import OPEFO, ErrorFeedbackConfig, SecondMomentConfig, SnapshotConfig
 from lightning_rlstab.callbacks.opefo_snapshots import are_finite
+from lightning_rlstab.callbacks.quatro import QUATRO
 from lightning_rlstab.control.protocols import Vote
 from lightning_rlstab.control.snapshots import newest_snapshot, snapshot_name, snapshots_in
 from lightning_rlstab.report.scalars import undeclared
@@ -205,9 +206,13 @@ def test_residuals_may_be_small_or_far_away(grpo_run: Callable[..., Any], config
     assert float((after[5] - before[5]).norm() / before[5].norm()) == pytest.approx(0.3, abs=1e-2)
 
 
-def test_a_guard_after_opefo_is_refused_with_the_order(grpo_run: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="`callbacks` must list GEPO before OPEFO"):
-        grpo_run(OPEFO(), GEPO(), max_steps=1)
+def test_opefo_moves_behind_the_guards_whatever_the_order_given(grpo_run: Callable[..., Any]) -> None:
+    run = grpo_run(OPEFO(snapshots=False), GEPO(), max_steps=2)
+    assert run.watch.weights
+    trainer = pl.Trainer(callbacks=[opefo := OPEFO(), gepo := GEPO(), quatro := QUATRO()], logger=False)
+    opefo.setup(trainer, pl.LightningModule(), "fit")
+    kept = [callback for callback in trainer.callbacks if callback in (opefo, gepo, quatro)]
+    assert kept == [gepo, opefo, quatro]
 
 
 # Snapshots and rollback -----------------------------------------------------------------------------------------------

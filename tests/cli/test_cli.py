@@ -103,6 +103,10 @@ def test_fit_goes_on_from_a_checkpoint_given_on_the_command_line_fr_149(work: Pa
     ("arguments", "words"),
     [
         (["--model.num_generation", "4"], "num_generations"),
+        (["--model.lerning_rate", "1e-5"], "Did you mean 'learning_rate'?"),
+        (["--trainer.max_stepss", "1"], "Did you mean 'max_steps'?"),
+        (["--config", "misspelt.yaml"], "Did you mean 'beta'?"),
+        (["--config", "configs/nope.yaml"], "demo.yaml"),
         (["--model.loss_type", "dapoo"], "dapo"),
         (["--model.num_generations", "1"], "`num_generations` must be a whole number of at least 2, got 1"),
         (["--model.epsilon", ".nan"], "`epsilon`"),
@@ -115,7 +119,8 @@ def test_fit_goes_on_from_a_checkpoint_given_on_the_command_line_fr_149(work: Pa
 def test_misspelt_keys_and_odd_values_are_refused_by_name_fr_147(
     work: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((SystemExit, ValueError)) as caught:
+    (work / "misspelt.yaml").write_text("model: {betta: 1}")
+    with pytest.raises((SystemExit, ValueError, FileNotFoundError)) as caught:
         RLStabCLI(args=["fit", "--config", f"{work}/base.yaml", *arguments])
     assert words in capsys.readouterr().err + str(caught.value)
 

@@ -30,13 +30,13 @@ def test_only_rank_0_reads_the_weights_and_training_is_the_same(
 
     def work(is_named):
         read = []
-        original = policy_module._pretrained
+        original = policy_module.pretrained
 
         def counted(load, field, name, options):
             read.append(getattr(load, "__self__", load).__name__)
             return original(load, field, name, options)
 
-        policy_module._pretrained = counted
+        policy_module.pretrained = counted
         model = str(directory) if is_named else policy_module.load_policy(str(directory))
         read.clear()
         module = GRPOModule(

@@ -361,3 +361,49 @@ def test_fr_037_a_token_of_probability_zero_leaves_the_denominator(
     gradients = fit([1.0, 0.0], sampler=sampler, callbacks=[Watch()])
     assert seen == [19]
     assert math.isfinite(gradients.norms()[0])
+
+
+def test_fr_030_a_gradient_with_a_nan_never_reaches_the_weights_on_a_stock_strategy(
+    fit: Callable[..., Gradients], byte_tokenizer: Any
+) -> None:
+    class OneNaN(pl.Callback):
+        def __init__(self) -> None:
+            self.weights: list[Tensor] = []
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+            weight = pl_module.policy.get_output_embeddings().weight
+            if trainer.global_step == 1:
+                weight.grad[0, 0] = math.nan
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            self.weights.append(pl_module.policy.get_output_embeddings().weight.detach().clone())
+
+    spoiler = OneNaN()
+    with pytest.warns(UserWarning, match="Step 1 was skipped: its gradient norm is nan"):
+        fit([1.0, 0.0], sampler=FixedSampler([4, 3], byte_tokenizer.eos_token_id), steps=3, callbacks=[spoiler])
+    before, skipped, after = spoiler.weights
+    assert torch.equal(before, skipped)
+    assert after.isfinite().all()
+    assert not torch.equal(skipped, after)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan])
+def test_fr_012_a_clip_value_that_would_freeze_or_flip_the_weights_is_refused(
+    fit: Callable[..., Gradients], byte_tokenizer: Any, value: float
+) -> None:
+    with pytest.raises(ValueError, match="`gradient_clip_val` must be a finite number and above 0"):
+        fit([1.0, 0.0], trainer={"gradient_clip_val": value})
+
+
+def test_fr_123_a_short_time_limit_leaves_quick_functions_alone(
+    fit: Callable[..., Gradients], byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timed_reward.py").write_text(
+        "def score(completions, trainer_state, **kwargs):\n"
+        "    return [float(len(text)) + trainer_state.global_step for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = fit([], reward_funcs=["timed_reward.score"], reward_time_limit_seconds=2.0, steps=2,
+               sampler=FixedSampler([4, 3], byte_tokenizer.eos_token_id))  # fmt: skip
+    assert seen.metrics[-1]["rlstab/grpo/rewards_timed_out"] == 0
+    assert seen.metrics[-1]["reward"] > 1

@@ -266,3 +266,28 @@ def test_the_policy_trains_in_training_mode_and_the_reference_stays_frozen(
     assert set(modes) == {(True, False)}
     assert all(torch.equal(weight, before[name]) for name, weight in policy_module.reference.state_dict().items())
     assert any(not torch.equal(weight, before[name]) for name, weight in policy_module.policy.state_dict().items())
+
+
+def test_evaluating_before_and_between_fits_is_fine_with_the_trainers_defaults(
+    module: Callable[..., GRPOModule], tmp_path: Path
+) -> None:
+    policy_module, data = module(), PromptDataModule(ROWS, validation=ROWS[:4])
+    options = {"logger": False, "inference_mode": True, "max_steps": 2}
+    trainer(tmp_path, **options).validate(policy_module, data, verbose=False)
+    trainer(tmp_path, val_check_interval=1, check_val_every_n_epoch=None, **options).fit(policy_module, data)
+    trainer(tmp_path, **options).validate(policy_module, data, verbose=False)
+    trainer(tmp_path, **options).fit(policy_module, data)
+
+
+def test_a_misspelt_setting_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="`num_generation` must be a setting of GRPOModule, got 4"):
+        GRPOModule(model="anything", reward_funcs=distinct_letters, num_generation=4)
+
+
+def test_the_strategy_names_are_known_once_the_module_is(tmp_path: Path) -> None:
+    assert type(trainer(tmp_path, strategy="rlstab").strategy).__name__ == "RLStabSingleDevice"
+
+
+def test_a_reward_model_that_does_not_exist_is_refused_by_field() -> None:
+    with pytest.raises(ValueError, match="`reward_funcs` must name"):
+        GRPOModule(model="anything", reward_funcs="./not/a-model")

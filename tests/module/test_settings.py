@@ -113,3 +113,11 @@ def test_a_trl_config_that_has_no_counterpart_is_refused(trl_config: Any) -> Non
     config.use_transformers_continuous_batching = True
     with pytest.raises(ValueError, match="`use_transformers_continuous_batching` must be False"):
         settings_from_trl(config)
+
+
+@pytest.mark.parametrize(("name", "value"), [("optim", "sgd"), ("lr_scheduler_kwargs", {"num_cycles": 2})])
+def test_a_trl_setting_that_would_be_lost_is_refused(trl_config: Any, name: str, value: Any) -> None:
+    config = copy.copy(trl_config)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        settings_from_trl(config)

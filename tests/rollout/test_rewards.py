@@ -346,3 +346,10 @@ def test_every_row_without_a_value_is_counted_once() -> None:
     table = scored(RewardSuite([returning(1, None, 2, None), returning(None, None, 0, 0)]))
     empty = table.per_func.isnan().sum(0)
     assert torch.equal(empty, table.missing + table.nan + table.inf + table.timed_out.sum(0))
+
+
+def test_a_function_that_never_has_a_value_is_named_once(caplog):
+    suite = RewardSuite(lambda completions, **_: [None] * len(completions), names=["silent"])
+    for _ in range(2):
+        suite.score(prompts=["a"], completions=["b"], completion_ids=[[1]], columns={})
+    assert caplog.text.count("'silent' returned None for all 1 completions") == 1
