@@ -30,7 +30,7 @@ def shelf(kind: str, name: str) -> Path:
 
     Args:
         kind: ``"configs"`` (whole runs) or ``"callbacks"`` (fragments to stack).
-        name: File name, with or without ``.yaml``, e.g. ``"demo"`` or ``"stages/baseline"``.
+        name: File name, with or without ``.yaml``, e.g. ``"demo"`` or ``"stages/1_baseline"``.
 
     Returns:
         The path inside the installed package, or inside the repository for an editable install.

@@ -24,12 +24,16 @@ __all__ = ["LayerClip"]
 class LayerClip(pl.Callback):
     """Per layer, scale the gradient to at most ``ratio`` times the layer's usual norm.
 
-    What it watches: the norm of each layer's complete gradient before the optimizer step. When it acts: a layer above
-    ``ratio`` times the running average of its clipped norms; during the first ``warmup_steps`` the gradient is clipped
-    as a whole to ``warmup_norm`` instead. What it changes: that layer's gradient, not the others'. It mitigates a
-    spike and does not cure its cause. What it costs: nothing beside the norms that the step gate measures anyway. What
-    survives a
-    resume: the running norms.
+    What it watches: the norm of each layer's complete gradient before the optimizer step.
+
+    When it acts: on a layer above ``ratio`` times the running average of its clipped norms; during the first
+    ``warmup_steps`` the gradient is clipped as a whole to ``warmup_norm`` instead.
+
+    What it changes: that layer's gradient, not the others'. It mitigates a spike and does not cure its cause.
+
+    What it costs: nothing beside the norms that the step gate measures anyway.
+
+    What survives a resume: the running norms.
 
     Put it after GradLoc and GEPO in the list of callbacks, so that it learns from what is applied.
 

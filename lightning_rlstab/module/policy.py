@@ -23,6 +23,7 @@ __all__ = [
     "forward_logits",
     "load_policy",
     "load_processing_class",
+    "loaded_from",
     "pretrained",
     "reference_context",
     "reference_of",
@@ -132,7 +133,7 @@ def load_processing_class(
     if tokenizer is None or isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
-        name = tokenizer or (_loaded_from(model) if isinstance(model, nn.Module) else model)
+        name = tokenizer or (loaded_from(model) if isinstance(model, nn.Module) else model)
         if not name:
             raise refusal(
                 "processing_class", "be given when `model` is a module built in code", None, "Pass its tokenizer"
@@ -318,7 +319,8 @@ def _parameter_names(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def _loaded_from(model: nn.Module) -> str:
+def loaded_from(model: nn.Module) -> str:
+    """Name or directory that a model was loaded from; empty for one built in code."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 

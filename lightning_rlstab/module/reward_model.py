@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_rlstab.core.checks import integer, refusal
-from lightning_rlstab.module.policy import pretrained
+from lightning_rlstab.module.policy import loaded_from, pretrained
 from lightning_rlstab.module.prompts import is_conversational
 from lightning_rlstab.module.settings import GRPOSettings
 from lightning_rlstab.rollout.rewards import RewardSuite, is_model_spec
@@ -50,7 +50,7 @@ class ClassifierReward:
         self._batch_size = integer("batch_size", batch_size, at_least=1)
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self.model: Any = _loaded(model_or_path, dict(model_kwargs or {}))
-        model_id = _model_id(self.model)
+        model_id = loaded_from(self.model)
         self.__name__ = model_id.rstrip("/").split("/")[-1] or type(self.model).__name__
         self._tokenizer = processing_class or _tokenizer_of(model_id, model_or_path)
         self._agree_on_padding()
@@ -116,10 +116,6 @@ def _loaded(model_or_path: str | nn.Module, model_kwargs: dict[str, Any]) -> Any
 
     load = AutoModelForSequenceClassification.from_pretrained
     return pretrained(load, "reward_funcs", model_or_path, {"num_labels": 1, **model_kwargs})
-
-
-def _model_id(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def _tokenizer_of(model_id: str, model_or_path: Any) -> Any:
