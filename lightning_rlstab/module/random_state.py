@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_rlstab.control.generators import generator_states, restore_generators
 
 __all__ = ["device_rng_state", "random_state", "restore_random_state", "sampling_seed"]
 
@@ -29,12 +30,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     Returns:
         A record for :func:`restore_random_state`.
     """
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": device_rng_state(device),
-        "python": random.getstate(),
-        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
-    }
+    return generator_states(device_rng_state(device))
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -47,10 +43,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     torch.set_rng_state(state["torch"]["cpu"].cpu())
     if device.type == "cuda" and "cuda" in state["torch"]:
         torch.cuda.set_rng_state(state["torch"]["cuda"].cpu(), device)
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    restore_generators(state)
 
 
 def sampling_seed(base: int, stream: str, index: int, replica: int) -> int:

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_rlstab.control.generators import generator_states, restore_generators
 from lightning_rlstab.strategies.collectives import Collectives
-from lightning_rlstab.strategies.generators import generator_states, restore_generators
 from lightning_rlstab.strategies.optimizer_state import by_position, parameter_order
 
 __all__ = ["CheckpointMixin", "is_sharded", "joined_shards"]

@@ -27,7 +27,7 @@ def generator_states(torch_states: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put Python's and NumPy's generators back; torch's are the strategy's business."""
+    """Put Python's and NumPy's generators back; torch's are the caller's business."""
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = states["numpy"]
