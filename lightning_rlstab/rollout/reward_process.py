@@ -90,7 +90,7 @@ class TimedCalls:
         try:
             self._worker.wait_until_ready()
             self._worker.requests.send_bytes(request)
-        except BaseException:
+        except BaseException:  # whatever a user's function, or its packing, raises
             self.close()
             raise
         self._deadline = time.monotonic() + self.time_limit_seconds
@@ -203,14 +203,14 @@ def _pickled(func: Any, name: str) -> bytes:
         raise refusal(name, rule, "a function of the script that is being run", advice)
     try:
         return pickle.dumps(func)
-    except Exception as error:
+    except Exception as error:  # whatever a user's function, or its packing, raises
         raise refusal(name, rule, func, advice) from error
 
 
 def _packed(kwargs: dict[str, Any], name: str) -> bytes:
     try:
         return pickle.dumps(kwargs)
-    except Exception as error:
+    except Exception as error:  # whatever a user's function, or its packing, raises
         key = next((key for key, value in kwargs.items() if not _can_be_packed(value)), "columns")
         message = f"`{key}` must be plain data to reach `{name}` in its worker process, got {error}."
         raise RewardError(f"{message} Drop the time limit or the column.", function=name, value=key) from error
@@ -219,6 +219,6 @@ def _packed(kwargs: dict[str, Any], name: str) -> bytes:
 def _can_be_packed(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:
+    except Exception:  # whatever a user's function, or its packing, raises
         return False
     return True

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         name, pickled, time_limit_seconds = requests.recv()
         func = pickle.loads(pickled)
-    except Exception:
+    except Exception:  # whatever a user's function, or its packing, raises
         replies.send(("refused", traceback.format_exc()))
         return
     replies.send(("ready",))
@@ -87,12 +87,12 @@ def reply_to(func: Any, kwargs: dict[str, Any], *, name: str, runner: Any) -> tu
         values = values_of(answer.values, function=name, rows=len(kwargs["prompts"]))
     except RewardError as error:
         return "broken", str(error), error.row, repr(error.value)
-    except Exception as error:
+    except Exception as error:  # whatever a user's function, or its packing, raises
         return "raised", _pickled(error), traceback.format_exc()
     reply = ("answer", values, dict(answer.extra_columns), dict(answer.metrics))
     try:
         pickle.dumps(reply)
-    except Exception:
+    except Exception:  # whatever a user's function, or its packing, raises
         return "broken", f"`{name}` must log plain values, got some that cannot be sent between processes.", None, None
     return reply
 

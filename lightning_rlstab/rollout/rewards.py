@@ -223,7 +223,7 @@ class RewardSuite:
         func = self.functions[index]
         try:
             return future.result() if future is not None else answer_of(func, kwargs)  # type: ignore[no-any-return]
-        except Exception as error:
+        except Exception as error:  # whatever a user's function, or its packing, raises
             row = self._row_that_fails(func, kwargs)
             completion = None if row is None else kwargs["completions"][row]
             raise failure(self.names[index], error, row=row, completion=completion) from error
@@ -237,7 +237,7 @@ class RewardSuite:
             answer = answer_of(func, kwargs)
             if isinstance(answer, Awaitable):
                 asyncio.run_coroutine_threadsafe(_resolved(answer), self._running_loop()).result()
-        except Exception:
+        except Exception:  # whatever a user's function, or its packing, raises
             return True
         return False
 
