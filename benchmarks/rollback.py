@@ -83,13 +83,14 @@ def main() -> None:
         kind, step = KINDS[seed % 3], random.Random(seed).randrange(5, STEPS - 10)
         run = demo_run(policy, tokenizer, Poison(kind, {step}), *guards(), seed=seed, steps=STEPS)
         is_finite = all(bool(p.isfinite().all()) for p in run.module.parameters())
-        acted = run.events("rollback") if kind != "loss" else run.events("skip")
-        is_recovered = is_finite and len(acted) >= 1 and not run.events("stop")
+        acted = [event["step"] for event in run.events("rollback" if kind != "loss" else "skip")]
+        # The answer must come at the poisoned step itself; further skips are the guard's own, as clean runs have them.
+        is_recovered = is_finite and (step in acted or step + 1 in acted) and not run.events("stop")
         recovered += is_recovered
         poisoned.append(run.accuracy)
         print(
             f"seed {seed}: {kind} at step {step}: accuracy {run.accuracy:.3f}, clean {clean[-1]:.3f}, "
-            f"{len(acted)} interventions, {'recovered' if is_recovered else 'NOT recovered'}",
+            f"answered at {acted}, {'recovered' if is_recovered else 'NOT recovered'}",
             flush=True,
         )
     mean, deviation = statistics.mean(clean), statistics.stdev(clean)
