@@ -133,11 +133,13 @@ def test_a_run_that_dies_of_an_exception_leaves_a_diagnosis_that_names_the_nan_g
     assert [event["cause"] for event in events if event["event"] == "alarm"] == ["nan_gradient"]
 
 
+@pytest.mark.filterwarnings("ignore:Step 2 was skipped:UserWarning")
 def test_a_run_without_a_gate_is_watched_as_well(grpo_run):
     run = grpo_run(StabilityMonitor(), Break(2), max_steps=4, strategy="auto")
     assert causes(run)[0] == ("nan_gradient", 2)
 
 
+@pytest.mark.filterwarnings("ignore:Step 2 was skipped:UserWarning")
 def test_the_report_reads_the_same_diagnosis_from_the_files(grpo_run):
     run = grpo_run(StabilityMonitor(), Break(2), max_steps=5, strategy="auto")
     found = diagnose(read_run(run.folder))
