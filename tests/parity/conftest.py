@@ -40,6 +40,20 @@ class Evaluation:
         return float(loss_error), float((difference / size).sqrt())
 
 
+_STATES: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_state(request: pytest.FixtureRequest) -> None:
+    """Give the session's trainer its accelerate state back: every ``TrainingArguments`` that a test builds wipes it."""
+    if "trl_trainer" in request.fixturenames:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        request.getfixturevalue("trl_trainer")
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._shared_state.update(_STATES.setdefault(state.__name__, dict(state._shared_state)))
+
+
 @pytest.fixture(scope="session")
 def policy(byte_tokenizer: Any) -> nn.Module:
     """A 2-layer Qwen2 with weights large enough for uneven distributions."""
