@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlstab.callbacks.run_context import RunContext, switched
+from lightning_rlstab.callbacks.run_context import RunContext, switched, tell_dropped
 from lightning_rlstab.control.gepo import (
     GuardReading,
     LogprobBoundsConfig,
@@ -27,7 +27,6 @@ from lightning_rlstab.control.gepo import (
     guard_warnings,
     step_guard,
 )
-from lightning_rlstab.control.interventions import DroppedGradientHook
 from lightning_rlstab.control.protocols import GradientNorms, StepGate, Vote
 from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.advantages import GroupAdvantages
@@ -203,7 +202,7 @@ class GEPO(pl.Callback):
         if ruling.action != "skip":
             return True
         self._dropped.append(norms.total)
-        self._tell(trainer, pl_module, norms)
+        tell_dropped(trainer, pl_module, norms)
         assert self._run is not None
         self._run.event(
             "skip", source="gepo", scope="micro_batch", micro_batch=index, norm=norms.total, reason=ruling.reason
@@ -236,14 +235,9 @@ class GEPO(pl.Callback):
         if ruling.action == "release":
             return
         if not is_all_dropped:
-            self._tell(trainer, pl_module, norms)
+            tell_dropped(trainer, pl_module, norms)
         # Last: Lightning's own strategies take the gradient away, or raise, in the very moment of the vote.
         self._gate.vote(Vote(source="gepo", action=ruling.action, reason=ruling.reason))
-
-    def _tell(self, trainer: pl.Trainer, pl_module: pl.LightningModule, norms: GradientNorms) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, DroppedGradientHook):
-                callback.on_gradient_dropped(trainer, pl_module, norms)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

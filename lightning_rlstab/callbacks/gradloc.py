@@ -12,11 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader, StepOracle
-from lightning_rlstab.callbacks.run_context import RunContext
+from lightning_rlstab.callbacks.run_context import RunContext, tell_dropped
 from lightning_rlstab.control.gradloc import TriggerConfig, TriggerReading, TriggerState, spike_threshold, trigger_step
-from lightning_rlstab.control.interventions import DroppedGradientHook
-from lightning_rlstab.control.plain_probe import PlainProbe
-from lightning_rlstab.control.protocols import GradientProbe, PolicyModule, StepGate, Vote
+from lightning_rlstab.control.plain_probe import probe_and_norms
+from lightning_rlstab.control.protocols import GradientProbe, PolicyModule, Vote
 from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import choice, refusal
 from lightning_rlstab.gradloc.attribution import layer_shares
@@ -134,12 +133,7 @@ class GradLoc(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the probe and the run folder."""
         self._run = RunContext(trainer)
-        strategy = trainer.strategy
-        if isinstance(strategy, GradientProbe) and isinstance(strategy, StepGate):
-            self._probe, self._read_norms = strategy, strategy.gradient_norms
-            return
-        plain = PlainProbe.of(pl_module, trainer.optimizers)
-        self._probe, self._read_norms = plain, plain.gradient_norms
+        self._probe, self._read_norms = probe_and_norms(trainer, pl_module)
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -288,10 +282,7 @@ class GradLoc(pl.Callback):
     def _tell_dropped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Whoever keeps skipped gradients may look at this one: the culprits are out of it where they could be."""
         assert self._read_norms is not None
-        norms = self._read_norms()
-        for hook in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(hook, DroppedGradientHook):
-                hook.on_gradient_dropped(trainer, pl_module, norms)
+        tell_dropped(trainer, pl_module, self._read_norms())
 
     def _vote(self, trainer: pl.Trainer, done: str, reason: str) -> None:
         actions: dict[str, Literal["skip", "stop"]] = {"skipped": "skip", "stopped": "stop"}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader
 from lightning_rlstab.control.clips import LayerClipConfig, LayerClipState, clipped_layers, layer_clip_step
 from lightning_rlstab.control.layers import layer_name
-from lightning_rlstab.control.plain_probe import PlainProbe
+from lightning_rlstab.control.plain_probe import probe_and_norms
 from lightning_rlstab.control.protocols import GradientProbe, StepGate
 from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import refusal
@@ -69,12 +69,7 @@ class LayerClip(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find out who measures norms."""
-        strategy = trainer.strategy
-        if isinstance(strategy, GradientProbe) and isinstance(strategy, StepGate):
-            self._probe, self._read_norms = strategy, strategy.gradient_norms
-            return
-        plain = PlainProbe.of(pl_module, trainer.optimizers)
-        self._probe, self._read_norms = plain, plain.gradient_norms
+        self._probe, self._read_norms = probe_and_norms(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

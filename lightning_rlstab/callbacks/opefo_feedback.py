@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_rlstab.callbacks.run_context import RunContext, local, parameters_of
+from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
 from lightning_rlstab.control.opefo import (
     ErrorFeedbackConfig,
     ErrorFeedbackState,
@@ -20,6 +20,7 @@ from lightning_rlstab.control.opefo import (
     step_error_feedback,
     with_residual,
 )
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.protocols import GradientNorms
 from lightning_rlstab.core.opefo import add_feedback_, feedback_factor
 

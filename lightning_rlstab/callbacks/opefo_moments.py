@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlstab.callbacks.run_context import RunContext, local, parameters_of
+from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
 from lightning_rlstab.control.opefo import SecondMomentConfig, SecondMomentState, step_second_moment
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.core.histogram import LogHistogram, log_histogram
 from lightning_rlstab.core.opefo import lift_, lifted_count, second_moment_floor, tiny_frac

@@ -13,9 +13,10 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
-from lightning_rlstab.callbacks.run_context import RunContext, local, parameters_of
+from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
 from lightning_rlstab.control.interventions import Rewindable
 from lightning_rlstab.control.opefo import SnapshotConfig
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.snapshots import SnapshotWriter, cloned_to_cpu, publish, snapshot_name, snapshots_in
 
 __all__ = ["SnapshotKeeper", "are_finite", "optimizer_tensors", "weight_versions", "weights_are_finite"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +10,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_rlstab.control.interventions import DroppedGradientHook
+from lightning_rlstab.control.protocols import GradientNorms
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.report.events import EventLog
 
-__all__ = ["RunContext", "local", "parameters_of", "switched"]
+__all__ = ["RunContext", "parameters_of", "switched", "tell_dropped"]
 
 Settings = TypeVar("Settings")
 
@@ -45,15 +47,6 @@ def switched(name: str, value: Any, kind: type[Settings]) -> Settings | None:
     return value
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The piece of a sharded tensor that lies on this rank, sharing its memory; a plain tensor is its own piece."""
-    if not hasattr(tensor, "to_local"):
-        return tensor.detach()
-    with torch.no_grad():  # under autograd `to_local` returns a new node instead of the piece itself
-        piece: Tensor = tensor.to_local()
-        return piece.detach()
-
-
 class RunContext:
     """One run as seen from a callback; make it in ``on_train_start``, on every rank.
 
@@ -65,9 +58,8 @@ class RunContext:
         self._trainer = trainer
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every rank
         self._events = EventLog(self.folder / "events.jsonl")
-        sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-        self.replicas = int(sampling["num_replicas"]) if sampling else 1
-        self.replica = int(sampling["rank"]) if sampling else 0
+        self._ranks = Ranks(trainer)
+        self.replicas, self.replica = self._ranks.replicas, self._ranks.replica
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write an event line, on rank 0 only."""
@@ -89,11 +81,9 @@ class RunContext:
 
     def gathered(self, value: Tensor) -> Tensor:
         """``value`` of every replica, stacked in a new first dimension; shapes must be equal on all ranks."""
-        if self._trainer.world_size == 1:
-            return value.unsqueeze(0)
-        rows: Tensor = self._trainer.strategy.all_gather(value.to(self._trainer.strategy.root_device))
-        world_size = self._trainer.world_size
-        return rows.reshape(world_size, *value.shape)[:: world_size // self.replicas]
+        if self._trainer.world_size > 1:
+            value = value.to(self._trainer.strategy.root_device)
+        return self._ranks.over_replicas(value)
 
     def summed(self, value: Tensor) -> Tensor:
         """Sum over replicas, in one collective."""
@@ -115,25 +105,23 @@ class RunContext:
 
     def per_rank(self, state: Any) -> list[Any]:
         """A memory of plain types and tensors of every rank, in rank order, the same list on all ranks."""
-        if self._trainer.world_size == 1:
-            return [state]
-        device = self._trainer.strategy.root_device
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
-        sizes = self._every_rank(torch.tensor(payload.numel(), device=device)).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: payload.numel()] = payload
-        rows = self._every_rank(padded).cpu()
-        pairs = zip(rows, sizes, strict=True)
-        return [torch.load(io.BytesIO(row[:size].numpy().tobytes()), weights_only=True) for row, size in pairs]
-
-    def _every_rank(self, value: Tensor) -> Tensor:
-        rows: Tensor = self._trainer.strategy.all_gather(value)
-        return rows.reshape(self._trainer.world_size, *value.shape)
+        return self._ranks.gathered_objects(state)
 
 
 def parameters_of(trainer: pl.Trainer) -> list[torch.nn.Parameter]:
     """The optimizers' trainable parameters in a fixed order; sharded ones where the strategy shards."""
     groups: Iterable[Any] = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def tell_dropped(trainer: pl.Trainer, pl_module: pl.LightningModule, norms: GradientNorms) -> None:
+    """Tell whoever keeps skipped gradients that ``.grad`` holds one right now; on all ranks.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The module.
+        norms: Norms of that gradient.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, DroppedGradientHook):
+            callback.on_gradient_dropped(trainer, pl_module, norms)

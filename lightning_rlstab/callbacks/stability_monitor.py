@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlstab.callbacks.run_context import local, parameters_of
+from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
 from lightning_rlstab.callbacks.stability_monitor_board import MonitorBoard
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.protocols import StepGate
 from lightning_rlstab.core.checks import choice, flag, integer, refusal
 from lightning_rlstab.core.policy_loss import LossInputs
@@ -113,6 +114,8 @@ class StabilityMonitor(pl.Callback):
         self._layer_norms: dict[str, float] = {}
         self._without_gradient: list[str] = []
         self._repetition: float | None = None
+        self._valueless: Tensor | None = None
+        self._run: RunContext | None = None
         self._is_over = False
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -122,6 +125,7 @@ class StabilityMonitor(pl.Callback):
         self._folder = str(trainer.log_dir or trainer.default_root_dir)  # a broadcast: on every rank
         self._seen_step, self._seen_tokens, self._is_over = trainer.global_step, -1.0, False
         self._weights = self._weight_samples(trainer)
+        self._run, self._valueless = RunContext(trainer), None
         if self.state.readings:
             has_died = trainer.strategy.broadcast(self._has_died())
             self.state = restarted(self.state, at_step=trainer.global_step, has_died=bool(has_died))
@@ -147,6 +151,14 @@ class StabilityMonitor(pl.Callback):
         return [local(one).reshape(-1)[:_WEIGHT_SAMPLE].float().clone() for one in chosen[::stride]]
 
     # Rollout and loss -------------------------------------------------------------------------------------------------
+
+    def on_rollout_scored(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rollout: Rollout) -> Rollout:
+        """Count rewards without a value; more than the reward functions left out were lost after scoring."""
+        if rollout.rewards_per_func is not None:
+            rewards = rollout.rewards_per_func
+            counts = torch.stack([rewards.isnan().sum(), rewards.isinf().sum()]).double()
+            self._valueless = counts if self._valueless is None else self._valueless + counts
+        return rollout
 
     def on_rollout_ready(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rollout: Rollout) -> Rollout:
         """Measure repetition; keep the best and worst rollouts when they are due."""
@@ -194,6 +206,7 @@ class StabilityMonitor(pl.Callback):
         at = trainer.global_step - 1  # the step that has just ended, as Lightning numbers its curves
         own = self._own_readings(trainer)
         values = {**self._fresh(_numbers(trainer.callback_metrics)), **own}
+        values |= self._rewards_lost(values)
         if self._norm is not None:
             values["grad_norm"] = self._norm
         self._take(trainer, at, values)
@@ -208,6 +221,21 @@ class StabilityMonitor(pl.Callback):
         if self._board is not None:
             self._board.after_step(at, {**values, **own})
         self._norm, self._layer_norms, self._repetition = None, {}, None
+
+    def _rewards_lost(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The counts of NaN and infinite rewards with those in them that came after the reward functions."""
+        if self._valueless is None:
+            return {}
+        assert self._run is not None
+        nan, inf = self._run.summed(self._valueless).tolist()
+        self._valueless = None
+        counted = "rlstab/grpo/rewards_nan", "rlstab/grpo/rewards_inf"
+        left_out = values.get("rlstab/grpo/rewards_missing", math.inf)  # the suite counts all of its own there, inf too
+        return {
+            name: values.get(name, 0.0) + more
+            for name, more in zip(counted, (nan - left_out, inf), strict=True)
+            if more > 0
+        }
 
     def _own_readings(self, trainer: pl.Trainer) -> dict[str, float]:
         own: dict[str, float] = {}
@@ -258,14 +286,19 @@ class StabilityMonitor(pl.Callback):
         watched = {name: value for name, value in values.items() if is_watched(name)}
         if not watched:
             return
-        self.state, fresh = step(self.config, self.state, Reading(at, watched))
-        for finding in fresh:
-            self._announce(finding)
+        fresh = self._judged(at, watched)
         wanted = {"error": ("error",), "warning": ("error", "warning"), "never": ()}[self.stop_on]
         stopping = [finding for finding in fresh if finding.severity in wanted]
         if stopping:  # the readings are reduced over ranks, so all ranks come to the same end
             trainer.should_stop = True
             self._event("stop", at, reason=alarm_sentence(stopping[0]), is_exception=False)
+
+    def _judged(self, at: int, values: Mapping[str, float]) -> tuple[Finding, ...]:
+        """Ask the rules about one reading, and announce what is new."""
+        self.state, fresh = step(self.config, self.state, Reading(at, values))
+        for finding in fresh:
+            self._announce(finding)
+        return fresh
 
     def _announce(self, finding: Finding) -> None:
         if self._events is None:
@@ -301,9 +334,7 @@ class StabilityMonitor(pl.Callback):
         broken = _non_finite_names(pl_module)
         if broken["gradient"] or (self._norm is not None and not math.isfinite(self._norm)):
             values["grad_norm"] = math.nan
-        self.state, fresh = step(self.config, self.state, Reading(at, values))
-        for finding in fresh:
-            self._announce(finding)
+        self._judged(at, values)
         words = [f"The run ended at step {at} with {type(exception).__name__}: {exception}"]
         for what, names in broken.items():
             if names:

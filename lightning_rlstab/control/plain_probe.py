@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rlstab.control.layers import layer_name
-from lightning_rlstab.control.protocols import GradientNorms
+from lightning_rlstab.control.parameters import named_trainable_parameters
+from lightning_rlstab.control.plain_norms import plain_gradient_norms
+from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, StepGate
 
-__all__ = ["PlainProbe"]
+__all__ = ["PlainProbe", "probe_and_norms"]
 
 
 class PlainProbe:
@@ -34,32 +35,15 @@ class PlainProbe:
             module: Gives the names.
             optimizers: Give the parameters and their order.
         """
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        listed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        return cls({names[id(parameter)]: parameter for parameter in listed if parameter.requires_grad})
+        return cls(named_trainable_parameters(module, optimizers))
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Qualified name to parameter."""
         return self._parameters
 
     def gradient_norms(self) -> GradientNorms:
-        """Norms of ``.grad`` as it stands, in float64 so that 1e20 has a finite one."""
-        present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norms = torch._foreach_norm(list(present.values()), 2, dtype=torch.float64) if present else []
-        measured = torch.stack([norm.cpu() for norm in norms]).tolist() if norms else []
-        found = dict(zip(present, measured, strict=True))
-        per_parameter = {name: found.get(name, 0.0) for name in self._parameters}
-        squares: dict[str, float] = {}
-        for name, norm in per_parameter.items():
-            layer = layer_name(name)
-            squares[layer] = squares.get(layer, 0.0) + norm**2
-        total = math.sqrt(sum(squares.values()))
-        return GradientNorms(
-            total=total,
-            is_finite=math.isfinite(total),
-            per_parameter=per_parameter,
-            per_layer={layer: math.sqrt(square) for layer, square in squares.items()},
-        )
+        """Norms of ``.grad`` as it stands; see :func:`plain_gradient_norms`."""
+        return plain_gradient_norms(self._parameters)
 
     @contextmanager
     def stashed_gradients(self) -> Iterator[None]:
@@ -118,3 +102,17 @@ class PlainProbe:
     def all_gathered(self, value: Tensor) -> Sequence[Tensor]:
         """The value of the only rank."""
         return [value]
+
+
+def probe_and_norms(trainer: Any, module: nn.Module) -> tuple[GradientProbe, Callable[[], GradientNorms]]:
+    """Whoever can move weights and measure gradients in this run: the strategy itself, or a plain probe beside it.
+
+    Args:
+        trainer: The Trainer.
+        module: The module that trains.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, GradientProbe) and isinstance(strategy, StepGate):
+        return strategy, strategy.gradient_norms
+    plain = PlainProbe.of(module, trainer.optimizers)
+    return plain, plain.gradient_norms

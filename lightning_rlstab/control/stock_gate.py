@@ -8,19 +8,18 @@ cannot hold back is the learning-rate schedule, which Lightning advances after e
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_rlstab.control.layers import layer_name
+from lightning_rlstab.control.parameters import named_trainable_parameters
+from lightning_rlstab.control.plain_norms import plain_gradient_norms
 from lightning_rlstab.control.protocols import GradientNorms, StepGate, Verdict, Vote
 from lightning_rlstab.core.checks import number, refusal
-from lightning_rlstab.core.norms import tensor_norms
 
 __all__ = ["StockGate", "needs_gate", "skip_by_clearing", "step_gate"]
 
@@ -130,7 +129,7 @@ class StockGate:
     def gradient_norms(self) -> GradientNorms:
         """Norms of the gradient as the first guard of this step found it: after a skip there is none left."""
         if self._norms is None or self._norms[0] != self._attempt:
-            self._norms = (self._attempt, _norms(self._parameters()))
+            self._norms = (self._attempt, plain_gradient_norms(self._parameters()))
         return self._norms[1]
 
     @property
@@ -163,27 +162,7 @@ class StockGate:
         return Verdict(action="apply")
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        return {names[id(p)]: p for group in groups for p in group["params"] if p.requires_grad}
+        return named_trainable_parameters(self._trainer.lightning_module, self._trainer.optimizers)
 
 
 _gates: weakref.WeakKeyDictionary[Any, StockGate] = weakref.WeakKeyDictionary()
-
-
-def _norms(parameters: Mapping[str, nn.Parameter]) -> GradientNorms:
-    gradients: list[Tensor] = [p.grad for p in parameters.values() if p.grad is not None]
-    names = [name for name, p in parameters.items() if p.grad is not None]
-    measured = dict(zip(names, tensor_norms(gradients).per_tensor.tolist(), strict=True))
-    per_parameter = {name: measured.get(name, 0.0) for name in parameters}
-    squares: dict[str, float] = {}
-    for name, norm in per_parameter.items():
-        layer = layer_name(name)
-        squares[layer] = squares.get(layer, 0.0) + norm**2
-    total = math.sqrt(sum(squares.values()))
-    return GradientNorms(
-        total=total,
-        is_finite=math.isfinite(total),
-        per_parameter=per_parameter,
-        per_layer={layer: math.sqrt(square) for layer, square in squares.items()},
-    )

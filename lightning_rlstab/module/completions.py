@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_rlstab.module.ranks import Ranks
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.rollout.records import Rollout
 from lightning_rlstab.rollout.rewards import RewardTable
 from lightning_rlstab.rollout.table import append_jsonl, completion_rows, markdown_table

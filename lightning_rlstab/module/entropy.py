@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.core.policy_loss import adaptive_entropy_coef, applied_entropy_coef, entropy_threshold
-from lightning_rlstab.module.ranks import Ranks
 from lightning_rlstab.module.settings import GRPOSettings
 
 __all__ = ["EntropyBonus", "entropy_threshold_over"]

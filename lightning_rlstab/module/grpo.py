@@ -22,6 +22,7 @@ from lightning_rlstab.control.protocols import (
     WeightLoader,
     WindowEntry,
 )
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.control.stock_gate import skip_by_clearing
 from lightning_rlstab.core.checks import number, refusal
 from lightning_rlstab.core.policy_loss import LossInputs, LossSettings, PolicyLoss, policy_loss
@@ -49,7 +50,6 @@ from lightning_rlstab.module.policy import (
 )
 from lightning_rlstab.module.prompt_loaders import PromptBatch
 from lightning_rlstab.module.random_state import device_rng_state, random_state, restore_random_state
-from lightning_rlstab.module.ranks import Ranks, full_state_dict
 from lightning_rlstab.module.readings import StepReadings
 from lightning_rlstab.module.reference import reference_of, sync_reference
 from lightning_rlstab.module.reward_model import reward_suite
@@ -58,6 +58,7 @@ from lightning_rlstab.module.settings import GRPOSettings, refuse_unknown_settin
 from lightning_rlstab.module.token_signals import head_signals, token_signals, without_gradient
 from lightning_rlstab.module.training_rollout import training_rollout
 from lightning_rlstab.module.trl_inputs import trl_loss
+from lightning_rlstab.module.weights import full_state_dict
 from lightning_rlstab.rollout.records import Rollout
 from lightning_rlstab.rollout.sampler import Sampler
 

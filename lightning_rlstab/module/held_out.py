@@ -10,13 +10,14 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.module.evaluation import HeldOutMetrics
 from lightning_rlstab.module.plan import RolloutPlan
 from lightning_rlstab.module.prompt_loaders import PromptBatch
 from lightning_rlstab.module.random_state import sampling_seed
-from lightning_rlstab.module.ranks import Ranks, generation_ready
 from lightning_rlstab.module.rollouts import RolloutMaker, trainer_state
 from lightning_rlstab.module.settings import GRPOSettings
+from lightning_rlstab.module.weights import generation_ready
 from lightning_rlstab.rollout.records import Rollout
 from lightning_rlstab.rollout.sampler import SamplingSettings
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.core.policy_loss import merged_readings
-from lightning_rlstab.module.ranks import Ranks
 from lightning_rlstab.rollout.metrics import rollout_metrics
 from lightning_rlstab.rollout.records import Rollout
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlstab.control.ranks import Ranks
 from lightning_rlstab.core.advantages import GroupAdvantages, combined_rewards
 from lightning_rlstab.core.checks import refusal
 from lightning_rlstab.module.prompts import is_conversational, prompt_tokens, tokenized_prompts
-from lightning_rlstab.module.ranks import Ranks
 from lightning_rlstab.module.settings import GRPOSettings
 from lightning_rlstab.rollout.records import Rollout
 from lightning_rlstab.rollout.rewards import RewardSuite, RewardTable

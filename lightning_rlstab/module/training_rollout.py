@@ -17,10 +17,10 @@ from lightning_rlstab.module.first_rollout import first_rollout_check
 from lightning_rlstab.module.forward import policy_logprobs
 from lightning_rlstab.module.prompt_loaders import PromptBatch
 from lightning_rlstab.module.random_state import sampling_seed
-from lightning_rlstab.module.ranks import generation_ready
 from lightning_rlstab.module.readings import advantage_readings
 from lightning_rlstab.module.reference import reference_context
 from lightning_rlstab.module.rollouts import loss_tokens, shuffled, trainer_state, with_advantages
+from lightning_rlstab.module.weights import generation_ready
 from lightning_rlstab.report.events import EventLog
 from lightning_rlstab.rollout.metrics import equal_lengths_warning, logged_metrics, rollout_readings
 from lightning_rlstab.rollout.records import Rollout

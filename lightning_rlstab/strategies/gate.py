@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_rlstab.control.parameters import local, named_trainable_parameters
 from lightning_rlstab.control.protocols import GradientNorms, MicroBatchGuard, PolicyModule, Verdict, Vote
 from lightning_rlstab.core.checks import choice, flag, number
 from lightning_rlstab.strategies import voting
@@ -19,7 +20,6 @@ from lightning_rlstab.strategies.checkpoint import CheckpointMixin
 from lightning_rlstab.strategies.clipping import clip_by_norm, clip_by_value, scale_gradients
 from lightning_rlstab.strategies.collectives import Collectives
 from lightning_rlstab.strategies.norms import gradient_norms, pending_norms
-from lightning_rlstab.strategies.parameters import local, named_trainable_parameters
 from lightning_rlstab.strategies.probe import ProbeMixin
 from lightning_rlstab.strategies.scaler import gradient_scaler, inverse_scale, withhold_scaler_step
 from lightning_rlstab.strategies.schedule import hold_schedule_on_skip, release_schedule

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_rlstab.control.layers import layer_name
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.protocols import GradientNorms
 from lightning_rlstab.strategies.collectives import Collectives
-from lightning_rlstab.strategies.parameters import copies_over_ranks, local
+from lightning_rlstab.strategies.parameters import copies_over_ranks
 
 __all__ = ["PendingNorms", "gradient_norms", "pending_norms"]
 

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.strategies.collectives import Collectives
-from lightning_rlstab.strategies.parameters import local
 
 __all__ = ["ProbeMixin"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rlstab.strategies.parameters import local
+from lightning_rlstab.control.parameters import local
 
 __all__ = ["copied_state", "put_back"]
 

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.protocols import GradientNorms
 from lightning_rlstab.strategies.norms import PendingNorms
-from lightning_rlstab.strategies.parameters import local
 
 __all__ = ["MicroBatchStaging", "Survivors"]
 

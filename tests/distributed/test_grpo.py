@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from lightning_rlstab import GRPOModule, PromptDataModule
 from lightning_rlstab.callbacks import GEPO, OPEFO, QUATRO, GradLoc
 from lightning_rlstab.control.opefo import SnapshotConfig
+from lightning_rlstab.control.parameters import local
 from lightning_rlstab.rollout.sampler import Samples
 from lightning_rlstab.strategies.materialize import tied_names
-from lightning_rlstab.strategies.parameters import local
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
 

@@ -1,18 +1,16 @@
-"""What the module asks of the Trainer's strategy, so that it never touches ``torch.distributed`` itself."""
+"""Gathering over ranks through the Trainer's strategy, so that only strategies touch ``torch.distributed``."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rlstab.control.protocols import GenerationHost, WeightHost
-
-__all__ = ["Ranks", "full_state_dict", "generation_ready"]
+__all__ = ["Ranks"]
 
 
 class Ranks:
@@ -46,15 +44,17 @@ class Ranks:
         gathered: Tensor = self._strategy.all_gather(value)
         return gathered.reshape(self._world_size, *value.shape)
 
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """``value`` of every replica, stacked in a new first dimension; shapes must be equal on all ranks."""
+        return self.gathered(value)[:: self._world_size // self._replicas]
+
     def gathered_rows(self, value: Tensor) -> Tensor:
         """Rows of every replica concatenated in replica order; row counts must be equal on all ranks."""
-        per_replica = self._world_size // self._replicas
-        return self.gathered(value)[::per_replica].flatten(0, 1)
+        return self.over_replicas(value).flatten(0, 1)
 
     def summed(self, value: Tensor) -> Tensor:
         """Sum over replicas."""
-        per_replica = self._world_size // self._replicas
-        return self.gathered(value)[::per_replica].sum(0)
+        return self.over_replicas(value).sum(0)
 
     def merged(self, readings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Readings of all replicas merged by the last word of their names, in one collective.
@@ -71,8 +71,7 @@ class Ranks:
         if not names:
             return {}
         packed = torch.stack([readings[name].detach().double().reshape(()) for name in names])
-        per_replica = self._world_size // self._replicas
-        table = self.gathered(packed)[::per_replica].cpu()
+        table = self.over_replicas(packed).cpu()
         return {name: _merge(name, table[:, column]) for column, name in enumerate(names)}
 
     @contextmanager
@@ -127,25 +126,3 @@ def _merge(name: str, column: Tensor) -> Tensor:
     if name.endswith("_max"):
         return column.max()
     return column.sum()
-
-
-def generation_ready(strategy: Any, policy: nn.Module) -> AbstractContextManager[None]:
-    """The strategy's context for generating, or an empty one where weights are whole anyway.
-
-    Args:
-        strategy: The Trainer's strategy.
-        policy: The policy about to generate.
-    """
-    return strategy.generation_ready(policy) if isinstance(strategy, GenerationHost) else nullcontext()
-
-
-def full_state_dict(strategy: Any | None, policy: nn.Module) -> Mapping[str, Tensor]:
-    """The policy's whole weights by their own names; collective where the strategy shards, empty on other ranks then.
-
-    Args:
-        strategy: The Trainer's strategy, or None outside of a run.
-        policy: The policy.
-    """
-    if isinstance(strategy, WeightHost):
-        return strategy.full_state_dict(policy)
-    return policy.state_dict()
