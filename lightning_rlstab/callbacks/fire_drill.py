@@ -70,9 +70,11 @@ class FireDrill(pl.Callback):
 
     def on_rollout_scored(self, trainer: Any, pl_module: Any, rollout: Any) -> Any:
         """Plant faults of rewards and completions."""
+        settings = getattr(pl_module, "settings", None)
+        is_masked = bool(getattr(settings, "mask_truncated_completions", False))
         for fault in self._due(trainer, "rollout"):
             if fault.rank == trainer.global_rank:
-                rollout = planted_in_rollout(fault, rollout)
+                rollout = planted_in_rollout(fault, rollout, is_truncated_masked=is_masked)
             self._announce(trainer, fault)
         return rollout
 

@@ -230,15 +230,18 @@ _LOSS_FAULTS: Mapping[str, Callable[[LossInputs, Tensor, float], LossInputs]] = 
 # Faults of the rollout ------------------------------------------------------------------------------------------------
 
 
-def planted_in_rollout(fault: Fault, rollout: Rollout) -> Rollout:
+def planted_in_rollout(fault: Fault, rollout: Rollout, *, is_truncated_masked: bool = False) -> Rollout:
     """The scored rollout with the fault in it.
 
     Args:
         fault: One whose place is ``"rollout"``.
         rollout: After the reward functions, before advantages; not yet shuffled.
+        is_truncated_masked: Whether the module leaves cut-off completions out of the loss; it has done so by now.
     """
     if fault.kind == "all_truncated":
-        return rollout.replace(is_truncated=torch.ones_like(rollout.is_truncated))
+        is_truncated = torch.ones_like(rollout.is_truncated)
+        mask = torch.zeros_like(rollout.completion_mask) if is_truncated_masked else rollout.completion_mask
+        return rollout.replace(is_truncated=is_truncated, completion_mask=mask)
     if fault.kind == "repeated_output":
         return _repeated(rollout)
     rows = torch.arange(len(rollout), device=rollout.completion_ids.device)

@@ -117,6 +117,25 @@ def test_all_truncated_marks_every_completion(drilled: Callable[..., Any]) -> No
     assert witness.rollouts[STEP].is_truncated.all()
 
 
+class Finisher(pl.Callback):
+    """Declares every completion finished."""
+
+    def on_rollout_scored(self, trainer: Any, pl_module: Any, rollout: Any) -> Any:
+        is_finished = torch.zeros_like(rollout.is_truncated)
+        return rollout.replace(is_truncated=is_finished, completion_mask=torch.ones_like(rollout.completion_mask))
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_all_truncated_empties_the_loss_of_a_module_that_leaves_cut_off_completions_out(
+    grpo_run: Callable[..., Any], *, is_masked: bool
+) -> None:
+    witness = Witness()
+    drill = FireDrill([{"kind": "all_truncated", "step": STEP}])
+    grpo_run(Finisher(), drill, witness, settings={"mask_truncated_completions": is_masked}, max_steps=STEP + 1)
+    assert bool(witness.inputs[STEP - 1, 0].completion_mask.all())
+    assert bool(witness.inputs[STEP, 0].completion_mask.any()) is not is_masked
+
+
 @pytest.mark.parametrize(("token", "expected"), [(0, 0), (-1, -1), (99, -1), (None, None)])
 def test_the_token_of_a_mismatch_is_counted_among_the_rows_loss_tokens(
     drilled: Callable[..., Any], token: int | None, expected: int | None
