@@ -50,16 +50,23 @@ def even_share(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]
 
 
 def trl_trainer(
-    config: Any, model: str, tokenizer: Any, rows: Rows, *, rollout_func: Callable[..., Any] | None = None
+    config: Any,
+    model: str,
+    tokenizer: Any,
+    rows: Rows,
+    *,
+    rollout_func: Callable[..., Any] | None = None,
+    reward: Callable[..., list[float]] = even_share,
+    trainer_class: type[Any] | None = None,
 ) -> Any:
-    """TRL's trainer on the weights of a directory."""
+    """TRL's trainer, or a subclass of it, on the weights of a directory."""
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import GRPOTrainer
 
-    trainer = GRPOTrainer(
+    trainer = (trainer_class or GRPOTrainer)(
         model=model,
-        reward_funcs=even_share,
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -77,6 +84,7 @@ def our_trainer(
     *,
     callbacks: Sequence[Any] = (),
     options: Mapping[str, Any] | None = None,
+    reward: Callable[..., list[float]] = even_share,
     **arguments: Any,
 ) -> tuple[Any, Any, Any]:
     """A Lightning Trainer, our module from the same ``GRPOConfig`` and weights, and a data module."""
@@ -84,9 +92,7 @@ def our_trainer(
 
     from lightning_rlstab import GRPOModule, PromptDataModule
 
-    module = GRPOModule.from_trl(
-        config, model=model, reward_funcs=[even_share], processing_class=tokenizer, **arguments
-    )
+    module = GRPOModule.from_trl(config, model=model, reward_funcs=[reward], processing_class=tokenizer, **arguments)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
