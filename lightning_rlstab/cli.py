@@ -1,4 +1,4 @@
-"""``lightning-rlstab fit|validate|test|predict``: LightningCLI that knows every room of the package."""
+"""``lightning-rlstab fit|validate|test|predict|ablate``: LightningCLI that knows every room of the package."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from typing import Any, NoReturn
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 
 import lightning_rlstab.callbacks  # makes their short names known to YAML files
 import lightning_rlstab.strategies  # noqa: F401  # registers "rlstab", "rlstab_ddp", "rlstab_fsdp"
+from lightning_rlstab.control.snapshots import newest_of_runs
 from lightning_rlstab.core.checks import nearest_name
 from lightning_rlstab.module.data import PromptDataModule
 from lightning_rlstab.module.grpo import GRPOModule
+from lightning_rlstab.report.ablation import ablate
 
 __all__ = ["RLStabCLI", "main", "shelf"]
 
 _PACKAGE = Path(__file__).parent
+_ROOT = "runs"
+_ABLATE = "`lightning-rlstab ablate --config FILE` runs one layer switched off at a time and prints the table."
 
 
 def shelf(kind: str, name: str) -> Path:
@@ -142,7 +147,8 @@ class RLStabCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """The parser, with answers to misspelt keys."""
-        parser = _Parser(**{"dump_header": [f"lightning-rlstab {self._version()}"], **kwargs})
+        header = [f"lightning-rlstab {self._version()}"]
+        parser = _Parser(**{"dump_header": header, "epilog": _ABLATE, **kwargs})
         parser.add_argument("-c", "--config", action="config", help="Path to a configuration file; may be repeated.")
         return parser
 
@@ -158,6 +164,16 @@ class RLStabCLI(LightningCLI):
         else:
             super().parse_arguments(parser, _with_packaged_configs(args) if isinstance(args, list | tuple) else args)
 
+    def before_instantiate_classes(self) -> None:
+        """Put the newest snapshot of the runs under the Trainer's root in the place of ``--ckpt_path auto``."""
+        chosen = self.config.get(self.subcommand) if self.subcommand else None
+        if chosen is None or chosen.get("ckpt_path") != "auto":
+            return
+        root = chosen.trainer.default_root_dir or _ROOT
+        newest = newest_of_runs(root)
+        rank_zero_info("Resuming from %s.", newest) if newest else rank_zero_info("No snapshot under %s.", root)
+        chosen.ckpt_path = None if newest is None else str(newest)
+
     @staticmethod
     def _version() -> str:
         from lightning_rlstab import __version__
@@ -168,7 +184,7 @@ class RLStabCLI(LightningCLI):
         """The Trainer; logs to ``runs/`` and shows a rich progress bar where rich is there, unless told otherwise."""
         trainer = self._get(self.config_init, "trainer", default={})
         if trainer.get("logger") is None and "logger" not in kwargs:
-            root = trainer.get("default_root_dir") or "runs"
+            root = trainer.get("default_root_dir") or _ROOT
             kwargs["logger"] = TensorBoardLogger(save_dir=root, name=None, default_hp_metric=False)
         if self._wants_rich(trainer):
             given = kwargs.get("callbacks", trainer.get("callbacks")) or []
@@ -199,6 +215,9 @@ def main(args: ArgsType = None) -> None:
     """
     # Lightning 2.6.6 makes tree specs in a way that torch 2.13 has deprecated; nothing a user could act on.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
+    arguments = sys.argv[1:] if args is None else args
+    if isinstance(arguments, list | tuple) and list(arguments[:1]) == ["ablate"]:
+        raise SystemExit(ablate([str(argument) for argument in arguments[1:]], configs=shelf("configs", "base").parent))
     RLStabCLI(args=args)
 
 

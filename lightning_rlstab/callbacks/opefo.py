@@ -60,8 +60,7 @@ class OPEFO(pl.Callback):
     ``trainer.global_step`` and the place in the data go on. With all three off the run is plain GRPO bit for bit.
 
     What it costs: one pass over the weights per optimizer step; a pass over the second moments per look; one copy of
-    the gradient per pending skip; one copy of the state per snapshot, written in the background (sharded strategies
-    write their shards in the foreground).
+    the gradient per pending skip; one copy of the state per snapshot, written in the background.
 
     What survives a resume: residuals of every rank, the reduced learning rate, the prompts set aside, all counts.
 
@@ -190,8 +189,8 @@ class OPEFO(pl.Callback):
             self._loss_is_broken = is_broken if self._loss_is_broken is None else self._loss_is_broken | is_broken
 
     def on_gradient_dropped(self, trainer: pl.Trainer, pl_module: pl.LightningModule, norms: GradientNorms) -> None:
-        """Keep a copy of the gradient that a guard leaves out."""
-        if self.error_feedback is not None:
+        """Keep a copy of the gradient that a guard leaves out; of a whole step's, what the first guard left of it."""
+        if self.error_feedback is not None and not self._is_voted_down():
             self.error_feedback.capture(trainer, norms)
 
     def on_before_optimizer_step(

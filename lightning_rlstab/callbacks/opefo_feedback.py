@@ -50,6 +50,8 @@ class ResidualStore:
     def capture(self, trainer: pl.Trainer, norms: GradientNorms) -> None:
         """Copy the gradient that is being left out; what is not finite is only counted."""
         pieces = [self._copied(p.grad) for p in parameters_of(trainer)] if norms.is_finite else []
+        if norms.is_finite and all(piece is None for piece in pieces):
+            return  # on Lightning's own strategies a vote has taken it away already
         self._captured.append((norms, pieces))
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
-from lightning_rlstab.control.interventions import Rewindable
+from lightning_rlstab.control.interventions import BackgroundSaver, Rewindable
 from lightning_rlstab.control.opefo import SnapshotConfig
 from lightning_rlstab.control.parameters import local
-from lightning_rlstab.control.snapshots import SnapshotWriter, cloned_to_cpu, publish, snapshot_name, snapshots_in
+from lightning_rlstab.control.snapshots import (
+    SNAPSHOTS,
+    SnapshotWriter,
+    cloned_to_cpu,
+    publish,
+    snapshot_name,
+    snapshots_in,
+)
 
 __all__ = ["SnapshotKeeper", "are_finite", "optimizer_tensors", "weight_versions", "weights_are_finite"]
 
@@ -48,9 +56,9 @@ class _CapturingIO(CheckpointIO):
 class SnapshotKeeper:
     """Takes snapshots and restores the newest readable one that this run has taken.
 
-    A snapshot is an ordinary checkpoint of the Trainer, so ``fit(ckpt_path=...)`` resumes from it. Where one process
-    holds the whole state, it is copied and written in the background. Sharded strategies write their shards themselves,
-    into a folder that gets its name when all shards are on disk.
+    A snapshot is an ordinary checkpoint of the Trainer, so ``fit(ckpt_path=...)`` resumes from it. The state is copied
+    and written in the background: as one file where one process holds it whole; under ``rlstab_fsdp`` as every rank's
+    shards, in a folder that gets its name when all are on disk. Another sharded strategy writes in the foreground.
 
     Args:
         config: The settings.
@@ -62,7 +70,7 @@ class SnapshotKeeper:
         self._trainer = trainer
         self._run = run
         self._config = config
-        self.folder = Path(config.folder) if config.folder is not None else run.folder / "snapshots"
+        self.folder = Path(config.folder) if config.folder is not None else run.folder / SNAPSHOTS
         self._writer = SnapshotWriter(self.folder, keep=config.keep)
         self._own: list[Path] = []
 
@@ -86,11 +94,18 @@ class SnapshotKeeper:
             self.folder.mkdir(parents=True, exist_ok=True)
         usual = strategy.checkpoint_io
         strategy.checkpoint_io = taken
+        save = functools.partial(trainer.save_checkpoint, partial, weights_only=False)
+        finish: Callable[[], None] | None = None
         try:
-            trainer.save_checkpoint(partial, weights_only=False)
+            if isinstance(strategy, BackgroundSaver):
+                finish = strategy.saved_in_background(save)
+            else:
+                save()
         finally:
             strategy.checkpoint_io = usual
-        if trainer.is_global_zero:
+        if finish is not None:
+            self._writer.write_shards(finish, trainer.global_step, is_publishing=trainer.is_global_zero)
+        elif trainer.is_global_zero:
             if taken.taken is not None:
                 self._writer.write(taken.taken, trainer.global_step)
             else:

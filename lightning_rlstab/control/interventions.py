@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_rlstab.control.protocols import GradientNorms, Vote
 
-__all__ = ["DroppedGradientHook", "GradientGuard", "Rewindable", "RolloutOwner", "VoteBook"]
+__all__ = ["BackgroundSaver", "DroppedGradientHook", "GradientGuard", "Rewindable", "RolloutOwner", "VoteBook"]
 
 
 @runtime_checkable
@@ -33,6 +33,19 @@ class VoteBook(Protocol):
     @property
     def pending_votes(self) -> Sequence[Vote]:
         """This rank's votes, in order."""
+        ...
+
+
+@runtime_checkable
+class BackgroundSaver(Protocol):
+    """A strategy that writes sharded checkpoints in the background."""
+
+    def saved_in_background(self, save: Callable[[], None]) -> Callable[[], None] | None:
+        """Run a save with shards copied instead of written; called on all ranks.
+
+        Returns:
+            To be called on every rank: waits for the writing. None where the save wrote no shards.
+        """
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import shutil
@@ -14,9 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SnapshotWriter", "cloned_to_cpu", "newest_snapshot", "snapshot_name", "snapshots_in"]
+__all__ = [
+    "SNAPSHOTS",
+    "SnapshotWriter",
+    "cloned_to_cpu",
+    "newest_of_runs",
+    "newest_snapshot",
+    "snapshot_name",
+    "snapshots_in",
+]
 
 _NAME = re.compile(r"step=(\d+)\.ckpt")
+SNAPSHOTS = "snapshots"
+"""Name of the folder inside a run folder."""
+
 _UNFINISHED = ".partial"
 
 
@@ -39,6 +51,18 @@ def snapshots_in(folder: str | os.PathLike[str]) -> list[Path]:
     place = Path(folder)
     found = [path for path in place.iterdir() if _NAME.fullmatch(path.name)] if place.is_dir() else []
     return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def newest_of_runs(root: str | os.PathLike[str]) -> Path | None:
+    """The snapshot that was written last in any run folder under ``root``; None when there is none.
+
+    A restarted run logs to a new folder and its snapshots lie there, so the number of steps alone does not tell.
+
+    Args:
+        root: Searched for folders named ``snapshots``; may be missing.
+    """
+    found = [path for folder in Path(root).rglob(SNAPSHOTS) if folder.is_dir() for path in snapshots_in(folder)]
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
 def newest_snapshot(folder: str | os.PathLike[str]) -> Path | None:
@@ -119,9 +143,38 @@ class SnapshotWriter:
         """
         self.wait()
         target = self.folder / snapshot_name(step)
-        self._thread = threading.Thread(target=self._run, args=(snapshot, target), name="rlstab-snapshot")
-        self._thread.start()
+        self._start(functools.partial(self.write_now, snapshot, target))
         return target
+
+    def write_shards(self, finish: Callable[[], None], step: int, *, is_publishing: bool) -> Path:
+        """Wait in the background for shards that several processes write into the unfinished name's folder.
+
+        Args:
+            finish: Returns when they are on disk.
+            step: Optimizer step, for the name.
+            is_publishing: Whether this process gives the folder its name; one of them does.
+
+        Returns:
+            The path it will have.
+
+        Raises:
+            OSError: If the snapshot before could not be written.
+        """
+        self.wait()
+        target = self.folder / snapshot_name(step)
+
+        def write() -> None:
+            finish()
+            if is_publishing:
+                publish(target.with_name(target.name + _UNFINISHED), target)
+                self.discard_old()
+
+        self._start(write)
+        return target
+
+    def _start(self, write: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(write,), name="rlstab-snapshot")
+        self._thread.start()
 
     def wait(self) -> None:
         """Wait until nothing is being written.
@@ -136,9 +189,9 @@ class SnapshotWriter:
         if error is not None:
             raise OSError(f"the snapshot in {self.folder} could not be written: {error}") from error
 
-    def _run(self, snapshot: Any, target: Path) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            self.write_now(snapshot, target)
+            write()
         # A full disk surfaces as OSError or, from torch's zip writer, as RuntimeError; told to the caller by wait().
         except (OSError, RuntimeError) as error:
             self._error = error

@@ -99,6 +99,7 @@ class StockGate:
         self._trainer = weakref.proxy(trainer)
         self._norms: tuple[int, GradientNorms] | None = None
         self._verdict: tuple[int, Verdict] | None = None
+        self._votes: tuple[int, list[Vote]] = (-1, [])
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in trainer.lightning_module.modules()):
             raise needs_gate(feature, trainer.strategy)
         if any(hasattr(parameter, "device_mesh") for parameter in self._parameters().values()):
@@ -113,6 +114,7 @@ class StockGate:
         """
         verdict = Verdict(action=vote.action, scale=vote.scale, sources=(vote.source,), reasons=(vote.reason,))
         before = self._verdict_now()
+        self._votes = (self._attempt, [*self.pending_votes, vote])
         if vote.action == "stop":
             raise RuntimeError(f"The run was stopped by {vote.source}: {vote.reason}")
         if vote.action == "apply":
@@ -131,6 +133,11 @@ class StockGate:
         if self._norms is None or self._norms[0] != self._attempt:
             self._norms = (self._attempt, plain_gradient_norms(self._parameters()))
         return self._norms[1]
+
+    @property
+    def pending_votes(self) -> tuple[Vote, ...]:
+        """This rank's votes in the current optimizer step so far; each has been acted on already."""
+        return tuple(self._votes[1]) if self._votes[0] == self._attempt else ()
 
     @property
     def applied_steps(self) -> int:

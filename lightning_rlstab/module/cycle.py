@@ -51,6 +51,10 @@ class RolloutCycle:
             self._slices = []
         return rows
 
+    def discard(self) -> None:
+        """Let go of what has not been trained on; the next ``training_step`` needs a new rollout."""
+        self._slices = []
+
     def state_dict(self) -> dict[str, Any]:
         """Plain types and CPU tensors; the slices only while some of them are still to be trained on."""
         return {"rollouts_made": self.rollouts_made, "slices": [state_of(rows) for rows in self._slices]}

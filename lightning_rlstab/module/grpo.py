@@ -353,6 +353,13 @@ class GRPOModule(HeldOutEvaluation):
         self.window.append(entry)
         return loss * self.trainer.accumulate_grad_batches
 
+    def discard_rollout(self) -> None:
+        """Let what is left of the current rollout go; the next training step samples its prompts anew.
+
+        For callbacks that have found the rollout bad; to be called on all ranks, between two optimizer steps.
+        """
+        self._cycle.discard()
+
     def _place_in_window(self, batch_idx: int) -> tuple[int, int]:
         """Index of this micro-batch in its optimizer step, and how many the step has; the epoch's last may be short."""
         accumulation = self.trainer.accumulate_grad_batches
@@ -377,6 +384,8 @@ class GRPOModule(HeldOutEvaluation):
         self.forward_signals = head_signals(statistics)
         for hook in self.hooks.loss:
             inputs = hook.on_policy_loss(self.trainer, self, inputs)
+        if inputs.logprobs is not statistics.logprobs:
+            entry.constants["held_tokens"] = _held_tokens(statistics.logprobs, inputs.logprobs)
         settings = dataclasses.replace(self.loss_settings, entropy_coef=self._entropy_coef())
         entry.token_weights = inputs.token_weights
         entry.constants |= {"inputs": without_gradient(inputs), "settings": settings, "accumulation": window_size}
@@ -398,8 +407,9 @@ class GRPOModule(HeldOutEvaluation):
     def token_losses(self, entry: WindowEntry, *, token_mask: Tensor | None = None) -> Tensor:
         """Run a micro-batch of the current optimizer step again and return its token losses.
 
-        Hooks are not asked again: what they put into the loss the first time is used again, so the sum over the window
-        (mean over ranks) has the gradient that the step accumulated. The caller replays the generators for dropout.
+        Hooks are not asked again: what they put into the loss the first time is used again, also a token whose log-prob
+        they held at a bound, so the sum over the window (mean over ranks) has the gradient that the step accumulated.
+        The caller replays the generators for dropout.
 
         Args:
             entry: From ``window``.
@@ -409,9 +419,10 @@ class GRPOModule(HeldOutEvaluation):
             (batch, time) float32 with gradient.
         """
         statistics = self.token_statistics(entry.rollout)
-        inputs = dataclasses.replace(
-            entry.constants["inputs"], logprobs=statistics.logprobs, entropy=statistics.entropy
-        )
+        first: LossInputs = entry.constants["inputs"]
+        held = entry.constants.get("held_tokens")
+        logprobs = statistics.logprobs if held is None else torch.where(held, first.logprobs, statistics.logprobs)
+        inputs = dataclasses.replace(first, logprobs=logprobs, entropy=statistics.entropy)
         losses = self._policy_loss(inputs, entry).token_loss
         return losses if token_mask is None else torch.where(token_mask, losses, 0.0)
 
@@ -594,3 +605,8 @@ class GRPOModule(HeldOutEvaluation):
         if strategy is None or strategy.is_global_zero:
             save_policy(self.ready_policy, self.processing_class, directory, is_merged=is_merged, state_dict=weights)
         return Path(directory)
+
+
+def _held_tokens(logprobs: Tensor, bounded: Tensor) -> Tensor:
+    """(batch, time) bool, tokens whose log-prob a hook has replaced by a constant; NaN is nobody's bound."""
+    return (bounded.detach() != logprobs.detach()) & ~logprobs.detach().isnan()

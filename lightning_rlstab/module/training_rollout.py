@@ -89,13 +89,15 @@ def training_rollout(module: GRPOModule, batch: PromptBatch, *, index: int) -> T
     )
     rollout = _without_impossible_tokens(_with_logprobs(module, rollout))
     rollout = rollout.replace(num_items=float(ranks.summed(rollout.completion_mask.sum())))
-    for ready_hook in module.hooks.ready:
-        rollout = ready_hook.on_rollout_ready(trainer, module, rollout)
-    readings = {**rollout_readings(rollout, table, estimate), **advantage_readings(rollout)}
+    # Before the last hooks: a replay exchanges rows, and a row's rewards stand in the table at its place.
+    readings = rollout_readings(rollout, table, estimate)
     if index == 0 and (warning := equal_lengths_warning(ranks.merged(readings))):
         _log.warning(warning)
     if settings.log_completions:
         log_completions(trainer, ranks, rollout, table, shown=settings.num_completions_to_print)
+    for ready_hook in module.hooks.ready:
+        rollout = ready_hook.on_rollout_ready(trainer, module, rollout)
+    readings |= advantage_readings(rollout)
     return TrainingRollout(
         rows=shuffled(rollout, sampling_seed(settings.seed, "shuffle", index, ranks.replica)),
         readings=readings,

@@ -17,12 +17,12 @@ from lightning_rlstab.control.generators import generator_states, restore_genera
 from lightning_rlstab.strategies.collectives import Collectives
 from lightning_rlstab.strategies.optimizer_state import by_position, parameter_order
 
-__all__ = ["CheckpointMixin", "is_sharded", "joined_shards"]
+__all__ = ["METADATA", "CheckpointMixin", "is_sharded", "joined_shards"]
 
 _log = logging.getLogger(__name__)
 
 _KEY = "rlstab_step_gate"
-_METADATA = "meta.pt"
+METADATA = "meta.pt"
 """Where Lightning's ``ModelParallelStrategy`` keeps everything that is no shard."""
 
 
@@ -127,7 +127,7 @@ class CheckpointMixin(Strategy):
 
 def is_sharded(path: Path) -> bool:
     """Whether a checkpoint is a folder of shards."""
-    return path.is_dir() and (path / _METADATA).is_file()
+    return path.is_dir() and (path / METADATA).is_file()
 
 
 def joined_shards(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def joined_shards(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    checkpoint: dict[str, Any] = torch.load(path / _METADATA, map_location="cpu", weights_only=weights_only)
+    checkpoint: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole.pt"
         dcp_to_torch_save(path, whole)

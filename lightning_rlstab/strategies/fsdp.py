@@ -23,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.optim import Optimizer
 
 from lightning_rlstab.core.checks import choice, flag, refusal
-from lightning_rlstab.strategies.checkpoint import is_sharded
+from lightning_rlstab.strategies.background import BackgroundShards
+from lightning_rlstab.strategies.checkpoint import METADATA, is_sharded
 from lightning_rlstab.strategies.gate import StepGateMixin
 from lightning_rlstab.strategies.materialize import fill_from_rank0, materialize, tied_names
 from lightning_rlstab.strategies.mesh import REPLICATE, SHARD, check_sharded, mesh_sizes, replicated_mesh
@@ -38,6 +39,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class ShardingStrategy(ModelParallelStrategy):
     """Lightning's FSDP2 strategy that shards by itself what ``configure_model`` left whole."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._background = BackgroundShards()
+        self._is_in_background = False
+        self._finish: Callable[[], None] | None = None
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard, then set up as every strategy does; Lightning's own would demand a ``configure_model``."""
         self.shard_model()
@@ -47,6 +54,35 @@ class ShardingStrategy(ModelParallelStrategy):
     def shard_model(self) -> None:
         """Shard the connected module in place."""
         raise AssertionError("the concrete strategy knows how")
+
+    def saved_in_background(self, save: Callable[[], None]) -> Callable[[], None] | None:
+        """Run the Trainer's ``save_checkpoint`` so that shards are copied now and written by a thread; on all ranks.
+
+        Args:
+            save: Saves one checkpoint.
+
+        Returns:
+            To be called on every rank, from any thread: waits until the folder is whole, and raises OSError when it
+            cannot become so. None where no shards were asked for: then one file was saved as ever.
+        """
+        self._is_in_background, self._finish = True, None
+        try:
+            save()
+        finally:
+            self._is_in_background = False
+        return self._finish
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save a folder of shards or one file; inside :meth:`saved_in_background` only begin to."""
+        if not (self._is_in_background and self._save_distributed_checkpoint):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        folder = Path(self.broadcast(filepath))
+        folder.mkdir(parents=True, exist_ok=True)
+        optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+        shards = {"state_dict": checkpoint.pop("state_dict"), **{f"optimizer_{i}": state for i, state in optimizers}}
+        rest_file = METADATA if self.is_global_zero else None
+        self._finish = self._background.begin(shards, checkpoint, folder, rest_file)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of shards or one file, written by any strategy and any number of processes."""

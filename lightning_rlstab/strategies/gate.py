@@ -143,6 +143,11 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
         """Indices in the current (or last) window whose contribution a guard dropped."""
         return tuple(self._staging.dropped)
 
+    @property
+    def pending_votes(self) -> tuple[Vote, ...]:
+        """This rank's votes in the current optimizer step so far, in the order of the callbacks."""
+        return tuple(self._votes)
+
     def vote(self, vote: Vote) -> None:
         """Record a vote; only inside a callback's ``on_before_optimizer_step``.
 

@@ -16,6 +16,7 @@ from lightning_rlstab.callbacks.opefo_snapshots import are_finite
 from lightning_rlstab.callbacks.quatro import QUATRO
 from lightning_rlstab.control.protocols import Vote
 from lightning_rlstab.control.snapshots import newest_snapshot, snapshot_name, snapshots_in
+from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.report.scalars import undeclared
 
 OFF: dict[str, Any] = {"second_moment": False, "error_feedback": False, "snapshots": False}
@@ -322,6 +323,59 @@ def test_the_batch_that_caused_a_rollback_is_set_aside_for_good(grpo_run: Callab
     assert len(run.events("rollback")) == 1
     assert len(opefo.recovery.quarantine) == 2
     assert any("set aside" in event["reason"] for event in run.events("quarantine"))
+    assert run.weights.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", [None, "auto"])
+def test_a_skip_that_another_guard_voted_for_comes_back_as_well(grpo_run: Callable[..., Any], strategy: Any) -> None:
+    """On a stock strategy the vote has taken the gradient away: nothing is stored, and nothing breaks."""
+
+    class Refuse(pl.Callback):
+        guards_gradient = True
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 2:
+                step_gate(trainer).vote(Vote(source="refuse", action="skip", reason="by hand"))
+
+    opefo = only(error_feedback=True)
+    flags = {} if strategy is None else {"strategy": strategy}
+    run = grpo_run(Refuse(), opefo, max_steps=8, **flags)
+    assert opefo.error_feedback is not None
+    assert opefo.error_feedback.state.stored == (1 if strategy is None else 0)
+    assert run.weights.isfinite().all()
+
+
+def test_a_step_that_two_guards_refuse_is_fed_back_once(grpo_run: Callable[..., Any]) -> None:
+    """What the first guard left of the gradient counts: the second sees the same step."""
+    opefo = only(error_feedback=True)
+    first, second = GEPO(advantages=False, guard=GUARD), GEPO(advantages=False, guard=GUARD)
+    second.__class__ = type("Second", (GEPO,), {})  # another state key
+    grpo_run(Spike({4: 1e4}), first, second, opefo, max_steps=7)
+    assert opefo.error_feedback is not None
+    assert opefo.error_feedback.state.stored == 1
+
+
+def test_what_is_left_of_a_bad_rollout_goes_with_the_rollback(grpo_run: Callable[..., Any]) -> None:
+    """Four steps share a rollout; the weights go bad after its second step, and the third samples anew."""
+
+    class Sampled(pl.Callback):
+        def __init__(self) -> None:
+            self.at_steps: list[int] = []
+
+        def on_rollout_ready(self, trainer: Any, pl_module: Any, rollout: Any) -> Any:
+            self.at_steps.append(trainer.global_step)
+            return rollout
+
+    class SpoilAfter(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                with torch.no_grad():
+                    next(pl_module.policy.parameters()).view(-1)[0] = math.nan
+
+    sampled, settings = Sampled(), {"steps_per_generation": 4, "per_device_train_batch_size": 4}
+    run = grpo_run(SpoilAfter(), snapshots(), sampled, max_steps=10, settings=settings)
+    assert len(run.events("rollback")) == 1
+    assert sampled.at_steps == [0, 4, 6, 8]
     assert run.weights.isfinite().all()
 
 

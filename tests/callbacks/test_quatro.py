@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,22 @@ def test_old_groups_come_back_whole_with_their_own_log_probs(grpo_run: Callable[
     assert replayed == 3 * 8
 
 
+def test_with_replay_every_logged_completion_stands_beside_its_own_reward(grpo_run: Callable[..., Any]) -> None:
+    """The table of completions and the reward curves are of what was sampled, not of what is trained on."""
+
+    def letters(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text))) for text in completions]
+
+    settings = {"log_completions": True, "reward_funcs": [letters]}
+    run = grpo_run(only(replay=ReplayConfig(ratio=0.5)), max_steps=6, settings=settings)
+    rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert run.curves["rlstab/quatro/replay_groups"][-1][1] > 0
+    assert [row["letters"] for row in rows] == [float(len(set(row["completion"]))) for row in rows]
+    for step, mean in run.curves["reward"]:
+        own = [row["letters"] for row in rows if row["step"] == step]
+        assert mean == pytest.approx(sum(own) / len(own))
+
+
 def test_fresh_rows_keep_a_ratio_of_exactly_one(grpo_run: Callable[..., Any]) -> None:
     rollouts = Rollouts()
     grpo_run(only(replay=ReplayConfig(ratio=0.5)), rollouts, settings={"per_device_train_batch_size": 16}, max_steps=3)
@@ -195,6 +212,14 @@ def test_an_anchor_that_was_asked_for_is_refused_without_a_reference_model(
     """FR-048, FR-051."""
     with pytest.raises(ValueError, match=r"`beta` must be above 0 for QUATRO\(kl\), got 0.0"):
         grpo_run(only(kl=kl), max_steps=1)
+
+
+def test_the_anchor_may_lie_at_a_recent_policy_instead_of_the_first(grpo_run: Callable[..., Any]) -> None:
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    run = grpo_run(only(kl=KLAnchorConfig()), max_steps=6, settings={"beta": 0.04, **synced})
+    kl = [value for _, value in run.curves["kl"]]
+    assert kl[::2] == pytest.approx([0.0, 0.0, 0.0], abs=1e-7)  # the reference is the policy itself again
+    assert min(kl[1::2]) > 1e-6
 
 
 def test_a_start_outside_of_the_bounds_is_refused(grpo_run: Callable[..., Any]) -> None:

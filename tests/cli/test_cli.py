@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_rlstab.cli import RLStabCLI, shelf
+from lightning_rlstab.cli import RLStabCLI, main, shelf
 
 BASE = """
 seed_everything: 1
@@ -138,3 +138,31 @@ def test_the_console_script_runs_in_a_process_of_its_own(work: Path) -> None:
     config = yaml.safe_load(printed)
     assert config["model"]["epsilon"] == 0.2
     assert config["trainer"]["max_steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_auto_resumes_from_the_newest_snapshot_of_any_run_folder(work: Path) -> None:
+    (work / "opefo.yaml").write_text(
+        "trainer:\n  callbacks+:\n    - class_path: OPEFO\n      init_args: {snapshots: {every_steps: 1}}\n"
+    )
+    stacked = ["fit", "--config", f"{work}/base.yaml", "--config", f"{work}/opefo.yaml", "--ckpt_path", "auto"]
+    first = RLStabCLI(args=stacked)  # nothing to resume from: a fresh start
+    assert first.trainer.global_step == 2
+    again = RLStabCLI(args=[*stacked, "--trainer.max_steps", "3"])
+    assert again.trainer.ckpt_path == str(Path(first.trainer.log_dir) / "snapshots" / "step=000000002.ckpt")
+    assert again.trainer.global_step == 3
+
+
+@pytest.mark.slow
+def test_ablate_trains_every_variant_in_a_process_and_prints_the_table(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)  # where the child finds the reward function
+    arguments = ["ablate", "--config", "base.yaml", "--only", "all_on", "without_quatro", "--out", "ablation"]
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--trainer.max_steps", "2", "--trainer.accelerator", "cpu"])
+    printed = capsys.readouterr()
+    assert left.value.code == 0, printed.err + "".join(log.read_text() for log in work.glob("ablation/*/log.txt"))
+    rows = [line.split("|")[1].strip() for line in printed.out.splitlines()]
+    assert rows[2:] == ["all_on", "without_quatro"]
+    assert (work / "ablation" / "all_on" / "version_0" / "events.jsonl").exists()

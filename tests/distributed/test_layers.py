@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_rlstab import GRPOModule, PromptDataModule
@@ -18,6 +21,7 @@ from lightning_rlstab.callbacks.opefo import OPEFO, SecondMomentConfig, Snapshot
 from lightning_rlstab.callbacks.quatro import QUATRO, EntropyFloorConfig, KLAnchorConfig, ReplayConfig
 from lightning_rlstab.control.snapshots import snapshots_in
 from lightning_rlstab.report.events import read_events
+from lightning_rlstab.strategies.background import BackgroundShards
 
 ROWS = [{"prompt": f"{number}+1="} for number in range(40)]
 STRATEGIES = [pytest.param("rlstab_ddp", marks=pytest.mark.slow), "rlstab_fsdp"]
@@ -195,6 +199,54 @@ def test_weights_spoiled_on_one_rank_are_rolled_back_on_both(grpo: Any, strategy
     folder = next(tmp_path.rglob("snapshots"))
     assert len(snapshots_in(folder)) == 2
     assert list(folder.glob("*.partial")) == []
+
+
+def test_a_sharded_snapshot_is_written_while_training_goes_on(
+    grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards reach the disk only after a later step has ended, so a run that waited for them would never end it."""
+    begin, has_stepped = BackgroundShards.begin, threading.Event()
+
+    def slow(self: BackgroundShards, *arguments: Any) -> Any:
+        finish = begin(self, *arguments)
+        has_stepped.clear()
+
+        def finish_late() -> None:
+            is_free = has_stepped.wait(timeout=20)
+            (tmp_path / f"{uuid.uuid4()}.waited").write_text("ended a step" if is_free else "stood still")
+            finish()
+
+        return finish_late
+
+    class Step(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            has_stepped.set()
+
+    monkeypatch.setattr(BackgroundShards, "begin", slow)
+    grpo("rlstab_fsdp", steps=3, before=[Step])
+    words = [path.read_text() for path in tmp_path.glob("*.waited")]
+    assert words == ["ended a step"] * 4  # two snapshots, two ranks
+    folder = next(tmp_path.rglob("snapshots"))
+    assert list(folder.glob("*.partial")) == []
+    assert all((path / ".metadata").is_file() and (path / "meta.pt").is_file() for path in snapshots_in(folder))
+
+
+def test_a_disk_that_is_full_in_the_background_is_told_on_every_rank(run_on_ranks: Any, tmp_path: Path) -> None:
+    def work() -> str:
+        dist.init_process_group("gloo")
+        shards, folder = BackgroundShards(), tmp_path / "no" / "folder"
+        if dist.get_rank() == 1:
+            (tmp_path / "no").write_text("a file where a folder should be")
+        dist.barrier()
+        try:
+            shards.begin({"state_dict": {"weight": torch.ones(3)}}, {}, folder, None)()
+        except OSError as error:
+            return str(error)
+        finally:
+            dist.destroy_process_group()
+        return "written"
+
+    assert all("could not be written" in words for words in run_on_ranks(work, world_size=2))
 
 
 @pytest.mark.filterwarnings("ignore:The generation batch changed", "ignore:The checkpoint was written by 2 processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rlstab import GRPOModule, PromptDataModule
+from lightning_rlstab.callbacks.gepo import GEPO
 from lightning_rlstab.report.scalars import undeclared
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(24)]
@@ -133,6 +135,34 @@ def test_running_a_window_again_gives_the_accumulated_gradient(
     policy_module = module(loss_type=loss_type, beta=0.04, entropy_coef=0.01, steps_per_generation=1)
     run.fit(policy_module, PromptDataModule(ROWS[:8]))
     assert replay.worst < 1e-5
+
+
+def test_running_a_window_again_keeps_what_a_guard_has_bounded(
+    module: Callable[..., GRPOModule], tmp_path: Path
+) -> None:
+    """A token 40 nats off its old log-prob is held at GEPO's bound and has no gradient, the second time as well."""
+
+    class Far(pl.Callback):
+        def on_policy_loss(self, trainer: pl.Trainer, pl_module: Any, inputs: Any) -> Any:
+            old = inputs.logprobs.detach().clone()
+            old[0, 0] -= 40.0
+            return dataclasses.replace(inputs, old_logprobs=old)
+
+    class Replay(pl.Callback):
+        gap = 0.0
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            seen = [parameter.grad.clone() for parameter in parameters]
+            again = torch.autograd.grad(pl_module.token_losses(pl_module.window[0]).sum(), parameters)
+            size = max(float(gradient.abs().max()) for gradient in seen)
+            self.gap = max(float((a - b).abs().max()) for a, b in zip(seen, again, strict=True)) / size
+
+    replay = Replay()
+    callbacks = [Far(), GEPO(advantages=False, guard=False), replay]
+    run = trainer(tmp_path, callbacks=callbacks, logger=False, max_steps=1)
+    run.fit(module(loss_type="cispo"), PromptDataModule(ROWS))  # cispo's gradient goes on beyond its clip
+    assert replay.gap < 1e-5
 
 
 def test_token_losses_of_a_mask_keep_only_its_tokens(module: Callable[..., GRPOModule], tmp_path: Path) -> None:
