@@ -59,7 +59,7 @@ class QUATRO(pl.Callback):
     What it costs: one small gather per rollout and one per step; the buffer lies on the CPU.
 
     The KL is measured against the module's reference model: the first policy, or a recent one. With the module's
-    ``sync_ref_model=True, ref_model_sync_steps=500, ref_model_mixup_alpha=1.0`` it is the policy of 500 steps ago at most.
+    ``sync_ref_model=True, ref_model_sync_steps=500, ref_model_mixup_alpha=1.0`` it is at most 500 steps old.
 
     What survives a resume: buffer and draws of every rank, both coefficients with their averages, the filter's windows.
 
