@@ -1,6 +1,6 @@
 """What GradLoc costs: the ladder against one forward+backward sweep and against the reference search; growth; dormancy.
 
-    python benchmarks/gradloc_cost.py [--quick] [--model DIR]
+    python benchmarks/gradloc_cost.py [--quick] [--model DIR] [--plot FILE.svg]
 
 Within one optimizer step of a real Trainer, spikes of 1, 3 and 5 culprits are planted by scaling the slopes of random
 tokens. In every round the step's own forward+backward sweep, the ladder and the reference search are timed in turn on
@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from _plots import log_chart
 
 from lightning_rlstab import GRPOModule, PromptDataModule
 from lightning_rlstab.callbacks import GradLoc
@@ -252,6 +253,19 @@ def dormant(options: argparse.Namespace, blocks: int, steps: int) -> float:
     return min(times[True]) / min(times[False])
 
 
+def picture(growth: list[dict[str, Any]]) -> str:
+    """Cost in sweeps over the step's tokens, and of one number of tokens over its cut into micro-batches."""
+    by_tokens = [row for row in growth if row["micro_batches"] == 4]
+    cut = [row for row in growth if row["micro_batches"] != 4]
+    curves = {
+        "reference search": [(row["tokens"], row["search"]) for row in by_tokens if "search" in row],
+        "ladder": [(row["tokens"], row["ladder"]) for row in by_tokens],
+    }
+    curves |= {f"{row['micro_batches']} micro-batches": [(row["tokens"], row["ladder"])] for row in cut}
+    title = "Naming the culprits of a spike: cost in sweeps of the step (4 micro-batches)"
+    return log_chart(title, "loss tokens in the step", "forward+backward sweeps", curves, bar=(0.8, "bar 0.8"))
+
+
 def summary(records: list[dict[str, Any]], name: str) -> float:
     """Median of one column, rounded."""
     return round(statistics.median(record[name] for record in records), 3)
@@ -262,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round, up to 4k tokens, no dormant runs")
     parser.add_argument("--model", default="", help="directory of a causal language model; default: a two-layer Llama")
+    parser.add_argument("--plot", type=Path, help="where to draw the growth with tokens and micro-batches")
     parser.add_argument("--hidden", type=int, default=256, help="width of the built-in model")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -288,6 +303,8 @@ def main() -> None:
         if measured.has_search:
             row |= {name: summary(measured.records, name) for name in ("search", "search_probes")}
         growth.append(row)
+    if options.plot is not None and growth:
+        options.plot.write_text(picture(growth), encoding="utf-8")
     worst = max(summary(records, "ladder") for records in by_count.values())
     are_found = all(record["ladder_found"] == record["culprits"] for record in spikes.records)
     ratio = None if options.quick or options.model else round(dormant(options, 3, 12), 4)

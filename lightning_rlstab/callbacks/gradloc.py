@@ -15,7 +15,7 @@ from lightning_rlstab.callbacks.gradloc_oracle import NormReader, StepOracle
 from lightning_rlstab.callbacks.run_context import RunContext, tell_dropped
 from lightning_rlstab.control.gradloc import TriggerConfig, TriggerReading, TriggerState, spike_threshold, trigger_step
 from lightning_rlstab.control.plain_probe import probe_and_norms
-from lightning_rlstab.control.protocols import GradientProbe, PolicyModule, Vote
+from lightning_rlstab.control.protocols import GradientProbe, TokenSource, Vote
 from lightning_rlstab.control.stock_gate import step_gate
 from lightning_rlstab.core.checks import choice, refusal
 from lightning_rlstab.gradloc.attribution import layer_shares
@@ -119,7 +119,7 @@ class GradLoc(pl.Callback):
             pl_module: The module.
             stage: ``fit``, ``validate``, ``test`` or ``predict``.
         """
-        if not isinstance(pl_module, PolicyModule) or not hasattr(pl_module, "token_statistics"):
+        if not isinstance(pl_module, TokenSource):
             advice = "Train a GRPOModule"
             raise refusal("GradLoc", "run with a module that keeps its window", type(pl_module).__name__, advice)
         if not isinstance(trainer.strategy, GradientProbe) and trainer.world_size > 1:

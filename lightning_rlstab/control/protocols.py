@@ -27,6 +27,7 @@ __all__ = [
     "RolloutReadyHook",
     "RolloutScoredHook",
     "StepGate",
+    "TokenSource",
     "Verdict",
     "Vote",
     "WeightHost",
@@ -200,6 +201,19 @@ class PolicyModule(Protocol):
         """Run one micro-batch's forward again; (batch, time) float32 token losses with gradient, summing to its loss.
 
         ``token_mask`` (batch, time) bool keeps only these tokens; the normaliser stays that of the whole window.
+        """
+        ...
+
+
+@runtime_checkable
+class TokenSource(PolicyModule, Protocol):
+    """A policy module that also runs its plain forward again; what localizers ask for."""
+
+    def token_statistics(self, rollout: Any) -> Any:
+        """Log-probs, entropies and what else the loss's forward knows of each completion token of any rows.
+
+        Returns:
+            An object with ``logprobs`` and ``entropy``, (batch, time), with gradient.
         """
         ...
 

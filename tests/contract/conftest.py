@@ -16,9 +16,13 @@ import torch
 
 from lightning_rlstab import GRPOModule, PromptDataModule
 from lightning_rlstab.callbacks.gepo import GEPO, StepGuardConfig
+from lightning_rlstab.callbacks.gradloc import GradLoc
+from lightning_rlstab.callbacks.layer_clip import LayerClip
 from lightning_rlstab.callbacks.opefo import OPEFO, SecondMomentConfig, SnapshotConfig
 from lightning_rlstab.callbacks.quatro import QUATRO, EntropyFloorConfig, KLAnchorConfig, ReplayConfig
-from lightning_rlstab.control import gepo, opefo, quatro, replay, rollout_filter
+from lightning_rlstab.callbacks.seq_clip import SeqClip
+from lightning_rlstab.callbacks.token_clip import TokenClip
+from lightning_rlstab.control import clips, gepo, gradloc, opefo, quatro, replay, rollout_filter
 from lightning_rlstab.strategies import RLStabSingleDevice
 
 
@@ -30,17 +34,29 @@ class Stabilizer:
         name: Of the callback.
         active: Makes it with everything on and short rhythms, so that a run of ten steps meets all of it.
         neutral: Makes it with everything off.
-        replays: Whether its draws depend on how many micro-batches a rollout has, so that cutting differently trains on
-            other groups.
+        counts_micro_batches: Whether what it does depends by definition on how a step is cut into micro-batches.
     """
 
     name: str
     active: Callable[[], pl.Callback]
     neutral: Callable[[], pl.Callback]
-    replays: bool = False
+    counts_micro_batches: bool = False
 
 
 STABILIZERS = [
+    Stabilizer(
+        "gradloc",
+        lambda: GradLoc(warmup_steps=2, trigger_factor=1.2, min_norm=0.0),
+        lambda: GradLoc(action="report", warmup_steps=2, trigger_factor=1.2, min_norm=0.0),
+    ),
+    Stabilizer("token_clip", lambda: TokenClip(low=0.999999, high=1.000001), lambda: TokenClip(low=0.0, high=1e30)),
+    Stabilizer(
+        "token_clip by head norm",
+        lambda: TokenClip(by="head_norm", times=1.01, quantile=0.5, warmup_steps=1),
+        lambda: TokenClip(by="head_norm", times=1e6),
+        counts_micro_batches=True,  # the quantile is a mean over them
+    ),
+    Stabilizer("seq_clip", lambda: SeqClip(low=0.999999, high=1.000001), lambda: SeqClip(low=0.0, high=1e30)),
     Stabilizer(
         "gepo",
         lambda: GEPO(guard=StepGuardConfig(warmup_steps=2)),
@@ -62,7 +78,12 @@ STABILIZERS = [
             entropy=EntropyFloorConfig(baseline_steps=2, floor_frac=0.99),
         ),
         lambda: QUATRO(replay=False, kl=False, entropy=False, filter=False),
-        replays=True,
+        counts_micro_batches=True,  # its buffer is so many of them
+    ),
+    Stabilizer(
+        "layer_clip",
+        lambda: LayerClip(ratio=0.9, beta=0.5, warmup_steps=2, warmup_norm=0.01),
+        lambda: LayerClip(ratio=1e6, warmup_norm=1e6),
     ),
     Stabilizer(
         "quatro without replay",
@@ -97,6 +118,25 @@ CONTROLLERS = [
         "step guard",
         [gepo.StepGuardState(), gepo.StepGuardState(level=2.0, weight=1.0, applied=20, log_level=0.7, log_square=0.5)],
         lambda state: gepo.step_guard(_GUARD, state, gepo.GuardReading(norm=30.0, was_applied=False)),
+    ),
+    Controller(
+        "spike trigger",
+        [gradloc.TriggerState(), gradloc.TriggerState(levels=(1.0, 1.1))],
+        lambda state: gradloc.trigger_step(
+            gradloc.TriggerConfig(),
+            state,
+            gradloc.TriggerReading(norm=1.0, window_tokens=64.0, layer_shares={"a": 1.0}),
+        ),
+    ),
+    Controller(
+        "layer clip",
+        [clips.LayerClipState(), clips.LayerClipState(sums=(("a", 0.5),), weight=0.5, steps=30)],
+        lambda state: clips.layer_clip_step(clips.LayerClipConfig(), state, {"a": 3.0}, {"a": 0.5}),
+    ),
+    Controller(
+        "head norms",
+        [clips.HeadNormState(), clips.head_norm_step(clips.HeadNormConfig(), clips.HeadNormState(), 0.3)],
+        lambda state: clips.head_norm_step(clips.HeadNormConfig(), state, 0.5),
     ),
     Controller(
         "KL anchor",
