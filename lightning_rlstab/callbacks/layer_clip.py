@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from lightning_rlstab.callbacks.clip_log import ClipLog
 from lightning_rlstab.callbacks.gradloc_oracle import NormReader
+from lightning_rlstab.callbacks.run_context import RunContext
 from lightning_rlstab.control.clips import LayerClipConfig, LayerClipState, clipped_layers, layer_clip_step
 from lightning_rlstab.control.layers import layer_name
 from lightning_rlstab.control.plain_probe import probe_and_norms
@@ -58,6 +60,7 @@ class LayerClip(pl.Callback):
         self.state = LayerClipState()
         self._pending: tuple[dict[str, float], dict[str, float]] | None = None
         self._probe: GradientProbe | None = None
+        self._log: ClipLog | None = None
         self._read_norms: NormReader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -70,6 +73,7 @@ class LayerClip(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find out who measures norms."""
         self._probe, self._read_norms = probe_and_norms(trainer, pl_module)
+        self._log = ClipLog(RunContext(trainer), "LayerClip", "layers")
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -87,6 +91,9 @@ class LayerClip(pl.Callback):
                     if parameter.grad is not None and scale != 1.0:
                         parameter.grad.mul_(scale)
         self._pending = (norms, scales)
+        assert self._log is not None
+        if measured.is_finite and self.state.steps >= self.config.warmup_steps:
+            self._log.note(sum(scale < 1 for scale in scales.values()), len(scales))
         readings = {
             "rlstab/clips/layers_clipped": float(sum(scale < 1 for scale in scales.values())),
             "rlstab/clips/smallest_layer_scale": min(scales.values(), default=1.0),
@@ -100,6 +107,8 @@ class LayerClip(pl.Callback):
         if self._pending is None:
             return
         (norms, scales), self._pending = self._pending, None
+        if self._log is not None:
+            self._log.close_step(trainer)
         verdict = step_gate(trainer, "LayerClip").last_verdict
         is_applied = verdict is None or verdict.action == "apply"
         if is_applied and math.isfinite(sum(norms.values())):

@@ -61,10 +61,16 @@ class RunContext:
         self._ranks = Ranks(trainer)
         self.replicas, self.replica = self._ranks.replicas, self._ranks.replica
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Write an event line, on rank 0 only."""
+    def event(self, kind: str, *, at: int | None = None, **fields: Any) -> None:
+        """Write an event line, on rank 0 only.
+
+        Args:
+            kind: One of ``EVENT_KINDS``.
+            at: The step it belongs to; None for the Trainer's own count.
+            **fields: Plain data.
+        """
         if self._trainer.is_global_zero:
-            self._events.write(kind, step=self._trainer.global_step, **fields)
+            self._events.write(kind, step=self._trainer.global_step if at is None else at, **fields)
 
     @property
     def is_log_due(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_rlstab.callbacks.clip_log import ClipLog
 from lightning_rlstab.callbacks.run_context import RunContext
 from lightning_rlstab.core.checks import choice, number
 from lightning_rlstab.core.clips import ratio_weights, sequence_log_ratios
@@ -44,11 +45,13 @@ class SeqClip(pl.Callback):
         self.high = number("high", high, above=self.low)
         self.mode = choice("mode", mode, ("clip", "mask"))
         self._run: RunContext | None = None
+        self._log: ClipLog | None = None
         self._readings: list[Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the run."""
         self._run = RunContext(trainer)
+        self._log = ClipLog(self._run, "SeqClip", "sequences", mode=self.mode)
 
     def on_policy_loss(self, trainer: pl.Trainer, pl_module: pl.LightningModule, inputs: LossInputs) -> LossInputs:
         """Put one weight on each sequence of a micro-batch."""
@@ -71,5 +74,12 @@ class SeqClip(pl.Callback):
         own = torch.stack(self._readings).sum(0) if self._readings else torch.zeros(2, device=pl_module.device)
         self._readings = []
         touched, sequences = self._run.summed(own).tolist()
+        assert self._log is not None
+        self._log.note(touched, sequences)
         share = touched / max(sequences, 1.0)
         pl_module.log("rlstab/clips/sequence_frac", share, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Write down, now and then, what was held back."""
+        if self._log is not None:
+            self._log.close_step(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
+from lightning_rlstab.callbacks.run_description import hyper_parameters, run_description
 from lightning_rlstab.callbacks.stability_monitor_board import MonitorBoard
 from lightning_rlstab.control.parameters import local
 from lightning_rlstab.control.protocols import StepGate
@@ -116,6 +118,8 @@ class StabilityMonitor(pl.Callback):
         self._repetition: float | None = None
         self._valueless: Tensor | None = None
         self._run: RunContext | None = None
+        self._applied, self._skipped = 0, 0
+        self._best_held_out = -math.inf
         self._is_over = False
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -132,7 +136,9 @@ class StabilityMonitor(pl.Callback):
         self._events = EventLog(Path(self._folder) / "events.jsonl") if trainer.is_global_zero else None
         if self._events is not None:
             self._events.write("start", step=trainer.global_step, is_resumed=self.state.readings > 0)
+            self._events.write("config", step=trainer.global_step, **run_description(trainer))
             self._board = MonitorBoard.of(trainer, self._events.path, has_pictures=self.has_pictures)
+            self._board.hyper_parameters(hyper_parameters(trainer, pl_module))
 
     def _has_died(self) -> bool:
         """Whether the events of this folder, or of the one that the checkpoint came from, tell of a hard failure."""
@@ -242,9 +248,11 @@ class StabilityMonitor(pl.Callback):
         if self._repetition is not None:
             own["rlstab/monitor/repetition"] = self._repetition
         strategy = trainer.strategy
+        self._applied += 1
         if isinstance(strategy, StepGate):
             verdict = strategy.last_verdict
             is_skipped = verdict is not None and verdict.action != "apply"
+            self._skipped += is_skipped
             self._recent_skips = [*self._recent_skips[-(_RECENT_STEPS - 1) :], int(is_skipped)]
             own["rlstab/monitor/skipped_frac"] = sum(self._recent_skips) / len(self._recent_skips)
             if verdict is not None and is_skipped and set(verdict.sources) <= {"strategy", "gate"}:
@@ -278,6 +286,8 @@ class StabilityMonitor(pl.Callback):
         values = {name: value for name, value in _numbers(trainer.callback_metrics).items() if name.startswith("val/")}
         at = max(trainer.global_step - 1, 0)
         self._take(trainer, at, values)
+        score = values.get("val/reward", math.nan)
+        self._best_held_out = score if score > self._best_held_out else self._best_held_out
         gap = _held_out_gap(self.state)
         if self._board is not None and gap is not None:
             self._board.scalars({"rlstab/monitor/held_out_gap": gap}, at)
@@ -341,14 +351,31 @@ class StabilityMonitor(pl.Callback):
                 more = f" and {len(names) - 8} more" if len(names) > 8 else ""
                 words.append(f"Non-finite {what} in {', '.join(names[:8])}{more}.")
         self._event("stop", at, reason=" ".join(words), is_exception=True, **broken_fields(broken))
+        self._finish(trainer)
         self._write_diagnosis("\n\n".join(words), rank=trainer.global_rank)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the diagnosis of the whole run, and the final score beside the hyper-parameters."""
-        if self._board is not None:
-            scores = _numbers(trainer.callback_metrics)
-            self._board.finish(trainer.global_step, scores.get("val/reward", scores.get("reward")))
+        self._finish(trainer)
         self._write_diagnosis(f"The run ended at step {trainer.global_step} as planned.", rank=trainer.global_rank)
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        """Put what the run came to beside its hyper-parameters, on rank 0."""
+        if self._board is None or self._events is None:
+            return
+        metrics = _numbers(trainer.callback_metrics)
+        kinds = Counter(str(event["event"]) for event in read_events(self._events.path))
+        scores = {
+            "held_out_reward": metrics.get("val/reward"),
+            "best_held_out_reward": self._best_held_out,
+            "reward": metrics.get("reward"),
+            "steps_applied": float(self._applied - self._skipped),
+            "steps_skipped": float(self._skipped),
+            "spikes": float(kinds["spike"]),
+            "rollbacks": float(kinds["rollback"]),
+            "alarms": float(kinds["alarm"]),
+        }
+        self._board.finish(trainer.global_step, scores)
 
     def _write_diagnosis(self, ending: str, *, rank: int) -> None:
         self._is_over = True
@@ -366,6 +393,8 @@ class StabilityMonitor(pl.Callback):
         return {
             "monitor": state_to_dict(self.state),
             "recent_skips": list(self._recent_skips),
+            "steps": [self._applied, self._skipped],
+            "best_held_out": self._best_held_out,
             "folder": self._folder,
         }
 
@@ -377,6 +406,8 @@ class StabilityMonitor(pl.Callback):
         """
         self.state = state_from_dict(state_dict["monitor"])
         self._recent_skips = [int(value) for value in state_dict["recent_skips"]]
+        self._applied, self._skipped = (int(count) for count in state_dict["steps"])
+        self._best_held_out = float(state_dict["best_held_out"])
         self._previous_folder = str(state_dict["folder"])
 
 

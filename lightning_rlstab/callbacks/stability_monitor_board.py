@@ -20,7 +20,22 @@ from lightning_rlstab.report.memory import Finding
 from lightning_rlstab.report.words import alarm_sentence, rollouts_markdown, spike_card
 from lightning_rlstab.rollout.records import Rollout
 
-__all__ = ["MonitorBoard"]
+__all__ = ["FINAL_SCORES", "MonitorBoard"]
+
+FINAL_SCORES = tuple(
+    f"final/{name}"
+    for name in (
+        "held_out_reward",
+        "best_held_out_reward",
+        "reward",
+        "steps_applied",
+        "steps_skipped",
+        "spikes",
+        "rollbacks",
+        "alarms",
+    )
+)
+"""Scores beside the hyper-parameters, in the order of their columns."""
 
 _MARKED = frozenset({"spike", "skip", "rollback", "alarm", "quarantine", "filter", "fire_drill", "clip"})
 _LAYOUT_STEPS = 2
@@ -59,6 +74,19 @@ class MonitorBoard:
         is_evaluated = trainer.enable_validation and trainer.limit_val_batches != 0
         extra = {"val/reward", "rlstab/monitor/held_out_gap"} if is_evaluated else set()
         return cls(writers, events, extra_names=extra, has_pictures=has_pictures)
+
+    def hyper_parameters(self, values: Mapping[str, int | float | str]) -> None:
+        """Open the run's row in TensorBoard's table of hyper-parameters; :meth:`finish` fills in its scores.
+
+        Args:
+            values: The columns. TensorBoard believes only the first set of score names, so they are declared here.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        opening = hparams(dict(values), dict.fromkeys(FINAL_SCORES, 0.0))  # type: ignore[no-untyped-call]
+        for writer in self._writers:
+            for summary in opening:
+                writer._get_file_writer().add_summary(summary)
 
     def scalars(self, values: Mapping[str, float], at: int) -> None:
         """Write scalars outside of Lightning's own logging."""
@@ -161,17 +189,22 @@ class MonitorBoard:
         for writer in self._writers:
             writer.add_text("rollouts/best_and_worst", rollouts_markdown(at, *rows), at)
 
-    def finish(self, at: int, score: float | None) -> None:
-        """Lay out a run that was too short for it, and put the final score beside the hyper-parameters.
+    def finish(self, at: int, scores: Mapping[str, float | None]) -> None:
+        """Lay out a run that was too short for it, and put its scores beside the hyper-parameters.
 
         Args:
             at: Last step.
-            score: Final held-out (else training) reward.
+            scores: By the last parts of ``FINAL_SCORES``; None, NaN and infinities are left out.
         """
         if self._steps and self._steps < _LAYOUT_STEPS:
             self._lay_out()
-        if score is not None:
-            self.scalars({"hp_metric": score}, at)
+        known = {name: score for name, score in scores.items() if score is not None and math.isfinite(score)}
+        self.scalars({f"final/{name}": score for name, score in known.items()}, at)
+        headline = known.get("held_out_reward", known.get("reward"))
+        if headline is not None:
+            self.scalars({"hp_metric": headline}, at)
+        for writer in self._writers:
+            writer.flush()
 
 
 def _row(rollout: Rollout, index: int) -> dict[str, Any]:

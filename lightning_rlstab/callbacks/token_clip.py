@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_rlstab.callbacks.clip_log import ClipLog
 from lightning_rlstab.callbacks.run_context import RunContext
 from lightning_rlstab.control.clips import HeadNormConfig, HeadNormState, head_norm_limit, head_norm_step
 from lightning_rlstab.core.checks import choice, number
@@ -74,6 +75,7 @@ class TokenClip(pl.Callback):
         self.needs_token_signals = self.by == "head_norm"
         self.state = HeadNormState()
         self._run: RunContext | None = None
+        self._log: ClipLog | None = None
         self._readings: list[Tensor] = []
 
     @property
@@ -84,6 +86,7 @@ class TokenClip(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the run."""
         self._run = RunContext(trainer)
+        self._log = ClipLog(self._run, "TokenClip", "tokens", by=self.by, mode=self.mode)
 
     def on_policy_loss(self, trainer: pl.Trainer, pl_module: pl.LightningModule, inputs: LossInputs) -> LossInputs:
         """Put weights on the tokens of one micro-batch."""
@@ -131,6 +134,8 @@ class TokenClip(pl.Callback):
         own = torch.stack(self._readings).sum(0) if self._readings else torch.zeros(4, device=pl_module.device)
         self._readings = []
         touched, tokens, levels, count = self._run.summed(own).tolist()
+        assert self._log is not None
+        self._log.note(touched, tokens)
         readings = {"rlstab/clips/token_frac": touched / max(tokens, 1.0)}
         if self.by == "head_norm":
             limit = head_norm_limit(self.head_norms, self.state)
@@ -139,6 +144,11 @@ class TokenClip(pl.Callback):
             quantile = math.exp(levels / count) if count else math.nan
             self.state = head_norm_step(self.head_norms, self.state, quantile)
         pl_module.log_dict(readings, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Write down, now and then, what was held back."""
+        if self._log is not None:
+            self._log.close_step(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""

@@ -174,6 +174,15 @@ _ALL = (
         ("gradient_spike",),
     ),
     Cause(
+        "reward_outlier",
+        "reward jumps far beyond everything it was",
+        "silent",
+        "warning",
+        "one completion that the reward function scores out of all proportion",
+        "Look at the best rollouts of this step and bound the reward; QUATRO's filter drops outliers (z 3.5)",
+        ("reward_collapse", "reward_hacking", "held_out_gap", "over_optimised", "entropy_collapse"),
+    ),
+    Cause(
         "reward_collapse",
         "reward falls far below its best",
         "silent",

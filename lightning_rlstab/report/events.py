@@ -23,8 +23,8 @@ SCHEMA_VERSION = 1
 
 EVENT_KINDS: dict[str, str] = {
     "alarm": "The monitor found a sign of sickness: rule, step range, figures, next action",
-    "clip": "Tokens, a sequence or a layer were clipped far beyond the usual",
-    "config": "A setting was taken, changed or refused while running",
+    "clip": "Tokens, sequences or layers were held back by a clip: its first act, then sums over the steps since",
+    "config": "What the run is: its callbacks and their settings, strategy, processes",
     "controller": "A controller moved its coefficient or switched a mode",
     "drift": "The usual level of a quantity moved slowly away from where it began",
     "error_feedback": "A skipped gradient's remainder was stored, fed back or discarded",

@@ -129,7 +129,8 @@ GROUPS: tuple[Group, ...] = (
             ),
             Chart("Share of the first culprit", ("rlstab/gradloc/top_share", "rlstab/gradloc/completeness")),
             Chart("Cost in sweeps", ("rlstab/gradloc/cost_sweeps",)),
-            Chart("Clips", ("rlstab/*clip/*",)),
+            Chart("Share clipped", ("rlstab/clips/token_frac", "rlstab/clips/sequence_frac")),
+            Chart("Layers clipped", ("rlstab/clips/layers_clipped", "rlstab/clips/smallest_layer_scale")),
         ),
     ),
 )

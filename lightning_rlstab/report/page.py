@@ -21,7 +21,7 @@ __all__ = ["comparison_page", "page"]
 
 _MOST_SPIKES = 30
 _MOST_EVENTS = 400
-_MARKED = ("spike", "skip", "rollback", "alarm", "quarantine", "fire_drill", "stop")
+_MARKED = ("spike", "skip", "rollback", "alarm", "quarantine", "fire_drill", "clip", "stop")
 
 _STYLE = """
 :root{--bg:#fff;--fg:#1c1f24;--mute:#667;--line:#dde1e7;--card:#f6f7f9;--ok:#2e7d3218;--c0:#1f5fbf;--c1:#d9730d;
@@ -172,7 +172,8 @@ def _curves(run: Run, diagnosis: Diagnosis) -> str:
                 )
         if charts:
             parts.append(f'<h2>{html.escape(group.title)}</h2><div class="charts">{"".join(charts)}</div>')
-    rest = [name for name in sorted(run.series) if name not in drawn and name not in {"epoch", "step", "hp_metric"}]
+    no_curve = {"epoch", "step", "hp_metric"}
+    rest = [name for name in sorted(run.series) if name not in drawn | no_curve and not name.startswith("final/")]
     if rest:
         charts = [line_chart(name, {name: run.series[name]}, span=span, caption=_meaning(name)) for name in rest[:200]]
         parts.append(

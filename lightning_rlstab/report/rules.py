@@ -22,6 +22,7 @@ TREND_READINGS = 5
 """Trends are judged, and levels remembered, every 5 readings."""
 
 _NO_LEVEL = Level()
+_ALL_TRUNCATED = 0.95  # a few that end at once, with an empty answer, change nothing
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,18 @@ def nan_reward(view: View) -> Evidence | None:
         count = view.reading.values.get(name, 0.0)
         if count > 0:
             return Evidence(f"{name} is {count:g}, above 0", {name: count})
-    return None
+    return _vanished_reward(view)
+
+
+def _vanished_reward(view: View) -> Evidence | None:
+    """The reward is missing from a reading for the first time: TRL's log leaves out a mean that has no finite value."""
+    # Of the two names, which always come together, the second is logged last: a file cut off in between is no sign.
+    if "reward" in view.reading.values or "frac_reward_zero_std" not in view.reading.values:
+        return None
+    before = [view.before.signals.get(name, _NO_LEVEL).readings for name in ("reward", "frac_reward_zero_std")]
+    if before[0] != before[1] or before[0] < BASE_READINGS:
+        return None
+    return Evidence("no reward was logged with its groups' spread: every one is NaN or None", {"reward": math.nan})
 
 
 def _broken(*names: str) -> Check:
@@ -336,6 +348,23 @@ def mismatch(view: View) -> Evidence | None:
     return Evidence(f"mean log-prob gap {gap.level:.3g} > {limit:g} nats", {"gap": gap.level})
 
 
+def reward_outlier(view: View) -> Evidence | None:
+    """One reading's reward, and its spread within the batch, are far beyond everything before."""
+    value, before = view.reading.values.get("reward", math.nan), view.before.signals.get("reward", _NO_LEVEL)
+    if not math.isfinite(value) or not before.is_settled:
+        return None
+    scale = max(abs(before.highest), abs(before.lowest), before.highest - before.lowest)
+    usual = view.before.signals.get("reward_std", _NO_LEVEL)
+    spread = view.reading.values.get("reward_std", math.inf)
+    is_far = abs(value - before.level) > max(5.0 * scale, 15.0 * before.noise)
+    if not is_far or (0.0 <= value <= 1.0 and before.lowest >= 0.0) or not spread > 5.0 * usual.level:
+        return None
+    return Evidence(
+        f"reward {value:.3g} is further than 5 x its scale {scale:.3g} from its level {before.level:.3g}",
+        {"reward": value, "level": before.level},
+    )
+
+
 def reward_collapse(view: View) -> Evidence | None:
     """Reward lost more than half of its scale."""
     fall = _fall(view, "reward", 0.5)
@@ -353,13 +382,14 @@ def reward_collapse(view: View) -> Evidence | None:
 def all_truncated(view: View) -> Evidence | None:
     """Every completion is cut off, reading after reading, and the reward gains nothing."""
     clipped, reward = view.level("completions/clipped_ratio"), view.level("reward")
-    if clipped.last < 0.999:
+    if clipped.last < _ALL_TRUNCATED:
         return None
     if reward.is_settled and reward.level - reward.base > max(0.05 * reward_scale(view), 3.0 * reward.standard_error):
         past = view.past("reward", least=10, most=30)
         if past and reward.level >= past[0][1]:
             return None
-    return Evidence("completions/clipped_ratio is 1, reading after reading", {"clipped_ratio": clipped.last})
+    words = f"completions/clipped_ratio is {clipped.last:.3g}, reading after reading"
+    return Evidence(words, {"clipped_ratio": clipped.last})
 
 
 def no_signal(view: View) -> Evidence | None:
@@ -458,6 +488,7 @@ PROMPT_RULES: tuple[Rule, ...] = (
     Rule("nan_loss", 1, _broken("loss")),
     Rule("nan_gradient", 1, _broken("grad_norm")),
     Rule("gradient_spike", 1, gradient_spike, "grad_norm"),
+    Rule("reward_outlier", 1, reward_outlier, "reward"),
     Rule("skipping", 3, skipping, "rlstab/monitor/skipped_frac"),
     Rule("repetition", 1, repetition, "rlstab/monitor/repetition"),
     Rule("held_out_gap", 1, held_out_gap, "val/reward"),

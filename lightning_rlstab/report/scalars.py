@@ -362,6 +362,17 @@ _CLIPS = (
     Scalar("rlstab/clips/smallest_layer_scale", "fraction", "Smallest factor that LayerClip put on a layer", "context"),
 )
 
+_FINAL = (
+    Scalar("final/held_out_reward", "reward", "Held-out reward at the end of the run", "higher"),
+    Scalar("final/best_held_out_reward", "reward", "Best held-out reward of the run", "higher"),
+    Scalar("final/reward", "reward", "Training reward of the last step", "higher"),
+    Scalar("final/steps_applied", "steps", "Optimizer steps that changed the weights", "context"),
+    Scalar("final/steps_skipped", "steps", "Optimizer steps that were skipped", "lower"),
+    Scalar("final/spikes", "count", "Spikes in this folder's events.jsonl", "lower"),
+    Scalar("final/rollbacks", "count", "Rollbacks in this folder's events.jsonl", "lower"),
+    Scalar("final/alarms", "count", "Alarms in this folder's events.jsonl", "lower"),
+)
+
 _STRATEGY: tuple[Scalar, ...] = (
     Scalar("rlstab/strategy/applied_steps", "steps", "Optimizer steps applied since the start", "context"),
     Scalar("rlstab/strategy/skipped_steps", "steps", "Optimizer steps withheld since the start", "lower"),
@@ -382,6 +393,7 @@ SCALARS: dict[str, Scalar] = {
         *_QUATRO,
         *_GRADLOC,
         *_CLIPS,
+        *_FINAL,
         *_STRATEGY,
     )
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_rlstab.report.event_files import read_event_file
 from lightning_rlstab.report.events import read_events
 from lightning_rlstab.report.run import Life, Run, RunReadError, Series, canonical_series, joined
@@ -22,7 +24,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read one run from a folder or a single file.
 
     A folder's TensorBoard files come first, else its CSV, JSON lines or ``trainer_state.json``. When the folder itself
-    holds none of these, the newest folder below it that does is taken, and a note says so.
+    holds none of these, the newest folder below it that does is taken, and a note says so. Trainers open a new folder
+    when they resume: if the newest one begins in the middle, the folders that it continues are read before it.
 
     Args:
         path: The run folder, or one metrics file.
@@ -40,10 +43,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if given.is_file():
         lives = _lives_of([given], notes)
         folder = given.parent
+        folders = [folder]
     else:
-        folder = _run_folder(given, notes)
-        lives = _lives_of(_metric_files(folder), notes)
-    events = _events(folder, given, notes)
+        folders, lives = _run_folders(given, notes)
+        folder = folders[-1]
+    events = _events(folders, given, notes)
     curves = canonical_series(joined(lives))
     if not curves and not events:
         raise RunReadError(_nothing_found(given, folder, notes))
@@ -77,9 +81,10 @@ def _start_time(path: Path) -> tuple[int, str]:
     return (int(stamp) if stamp.isdigit() else 0, path.name)
 
 
-def _run_folder(given: Path, notes: list[str]) -> Path:
+def _run_folders(given: Path, notes: list[str]) -> tuple[list[Path], list[Life]]:
+    """The folders of one run, oldest first, and their lives."""
     if _metric_files(given):
-        return given
+        return [given], _lives_of(_metric_files(given), notes)
     found: list[Path] = []
     for root, folders, _ in os.walk(given):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -88,12 +93,29 @@ def _run_folder(given: Path, notes: list[str]) -> Path:
             found.append(folder)
             folders.clear()  # what lies below a run's folder (hyper-parameter sub-runs) belongs to it
     if not found:
-        return given
-    newest = max(found, key=_newest_change)
-    if len(found) > 1:
-        others = ", ".join(str(folder.relative_to(given)) for folder in found if folder != newest)
-        notes.append(f"Several runs below {given}: read {newest.relative_to(given)}, the newest; others: {others}")
-    return newest
+        return [given], []
+    found.sort(key=_newest_change)
+    taken = [found.pop()]
+    lives = _lives_of(_metric_files(taken[0]), notes)
+    while found and lives and _is_resumed(lives[0]):
+        earlier = _lives_of(_metric_files(found[-1]), [])
+        if not earlier or not earlier[0].first_step < lives[0].first_step <= earlier[-1].last_step + 1:
+            break
+        taken.insert(0, found.pop())
+        lives = [*earlier, *lives]
+    names = [str(folder.relative_to(given)) for folder in taken]
+    if len(taken) > 1:
+        notes.append(f"Resumed in new folders below {given}: read {', '.join(names)} as one run")
+    if found:
+        others = ", ".join(str(folder.relative_to(given)) for folder in found)
+        notes.append(f"Several runs below {given}: read {names[-1]}, the newest; others: {others}")
+    return taken, lives
+
+
+def _is_resumed(life: Life) -> bool:
+    """Whether its first step lies further from 0 than its steps lie apart."""
+    steps = np.unique(np.concatenate([curve.steps for curve in life.series.values()]))
+    return len(steps) > 1 and int(steps[0]) > int(np.diff(steps).min())
 
 
 def _newest_change(folder: Path) -> tuple[int, float]:
@@ -139,19 +161,25 @@ def _read_tensorboard(file: Path) -> tuple[Life, str]:
     return Life(series, file.name), f"{file.name} {found.damage}" if found.damage else ""
 
 
-def _events(folder: Path, given: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """The first ``events.jsonl`` in the run's folder, the folder given, or between the two."""
-    places = [folder]
-    while places[-1] != given and given in places[-1].parents:
-        places.append(places[-1].parent)
-    for place in places:
-        file = place / EVENTS_FILE
-        if file.exists():
-            try:
-                return tuple(read_events(file))
-            except ValueError as error:
-                notes.append(str(error))
-    return ()
+def _events(folders: list[Path], given: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """Of each folder, the first ``events.jsonl`` in it, in the folder given, or between the two; each file once."""
+    files: list[Path] = []
+    for folder in folders:
+        places = [folder]
+        while places[-1] != given and given in places[-1].parents:
+            places.append(places[-1].parent)
+        file = next((place / EVENTS_FILE for place in places if (place / EVENTS_FILE).exists()), None)
+        if file is not None and file not in files:
+            files.append(file)
+    return tuple(event for file in files for event in _events_of(file, notes))
+
+
+def _events_of(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        return read_events(file)
+    except ValueError as error:
+        notes.append(str(error))
+        return []
 
 
 def _nothing_found(given: Path, folder: Path, notes: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -106,7 +107,9 @@ def read_trainer_state(path: Path) -> tuple[Life, str]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise RunReadError(f"{path}: no `log_history` list. Give a trainer_state.json of a Hugging Face trainer.")
-    return _life(path, (record for record in history if isinstance(record, dict)))
+    # TRL writes null where the mean has no finite value; any other name may be null because a function abstained.
+    rows = (record for record in history if isinstance(record, dict))
+    return _life(path, ({**row, "reward": math.nan} if row.get("reward", 0.0) is None else row for row in rows))
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,6 +48,9 @@ def test_an_exploding_layer_is_brought_to_its_bound_and_the_others_keep_theirs(
             assert after.steps[4][layer] <= norm
             assert after.steps[4][layer] > 0.2 * norm
     assert run.curves["rlstab/clips/layers_clipped"][4][1] >= 1
+    acts = {event["step"]: event["touched"] for event in run.events("clip", source="LayerClip")}
+    assert min(acts) >= 3  # the global clip of the warm-up is no act
+    assert sum(acts.values()) >= 1
     assert run.curves["rlstab/clips/smallest_layer_scale"][4][1] < 0.1
 
 

@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_rlstab.callbacks.fire_drill import FireDrill
 from lightning_rlstab.callbacks.gradloc import GradLoc
 from lightning_rlstab.callbacks.seq_clip import SeqClip
+from lightning_rlstab.callbacks.stability_monitor import StabilityMonitor
 
 
 class Weights(pl.Callback):
@@ -87,3 +89,28 @@ def test_three_tokens_eight_nats_off_are_found_and_seq_clip_brings_the_norm_back
 def test_settings_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{field}` must"):
         SeqClip(**{field: value})
+
+
+def test_a_clip_is_written_down_when_it_first_acts_and_then_summed_up_once_in_a_while(
+    grpo_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_rlstab.callbacks.clip_log._FEWEST_STEPS_BETWEEN", 3)
+    run = grpo_run(Shifted(-1.0, step=2), SeqClip(0.5, 2.0), StabilityMonitor(), max_steps=7)
+    first, later = run.events("clip")
+    assert (first["step"], first["touched"], first["of"], first["steps"]) == (2, 1, 8, 1)
+    assert (later["step"], later["touched"], later["of"], later["steps"]) == (5, 3, 24, 3)
+    assert first["text"] == "SeqClip held back 1 of 8 sequences in 1 step"
+    assert (first["source"], first["mode"]) == ("SeqClip", "mask")
+    marked = {step for step, height in run.curves["rlstab/events/clip"] if height > 0}
+    assert marked == {2, 5}
+
+
+def test_a_clip_that_never_acts_leaves_no_line(grpo_run: Callable[..., Any]) -> None:
+    assert grpo_run(SeqClip(), max_steps=3).events("clip") == []
+
+
+def test_a_clip_in_a_step_that_was_skipped_is_not_counted(grpo_run: Callable[..., Any]) -> None:
+    drill = FireDrill([{"kind": "gradient_nan", "step": 2}])
+    run = grpo_run(drill, Shifted(-1.0, step=2), SeqClip(0.5, 2.0), max_steps=4)
+    (line,) = run.events("clip")
+    assert (line["step"], line["steps"]) == (3, 1)

@@ -9,8 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from lightning_rlstab.callbacks.fire_drill import FireDrill
+from lightning_rlstab.callbacks.seq_clip import SeqClip
 from lightning_rlstab.callbacks.stability_monitor import StabilityMonitor
+from lightning_rlstab.callbacks.stability_monitor_board import FINAL_SCORES
 from lightning_rlstab.report.diagnosis import diagnose
 from lightning_rlstab.report.memory import MonitorConfig
 from lightning_rlstab.report.scalars import undeclared
@@ -299,3 +303,66 @@ def test_a_senseless_threshold_is_refused_by_name(value):
 
 def test_the_hook_may_be_given_by_its_import_path():
     assert StabilityMonitor(on_alarm="builtins.print").on_alarm is print
+
+
+@pytest.mark.parametrize(("kind", "value"), [("reward_nan", "nan"), ("reward_outlier", "inf")])
+def test_a_reward_that_is_lost_after_scoring_is_named_in_the_very_step(grpo_run, kind, value):
+    class Lost(pl.Callback):
+        def on_rollout_scored(self, trainer, pl_module, rollout):
+            if trainer.global_step != 2:
+                return rollout
+            spoiled = rollout.rewards_per_func.clone()
+            spoiled[0, 0] = float(value)
+            return rollout.replace(rewards_per_func=spoiled, rewards=spoiled[:, 0])
+
+    lost = FireDrill([{"kind": kind, "step": 2}]) if value == "nan" else Lost()
+    run = grpo_run(lost, StabilityMonitor(), max_steps=4)
+    assert causes(run)[0] == ("nan_reward", 2)
+
+
+def test_the_run_says_at_its_start_which_callbacks_it_has_and_how_they_are_set(grpo_run):
+    run = grpo_run(Break(9), StabilityMonitor(stop_on="error"), SeqClip(low=0.25), max_steps=2)
+    (line,) = run.events("config")
+    named = {callback["name"]: callback for callback in line["callbacks"]}
+    assert list(named)[:3] == ["Break", "StabilityMonitor", "SeqClip"]
+    assert set(named["Break"]) == {"name"}
+    assert (named["SeqClip"]["low"], named["SeqClip"]["mode"]) == (0.25, "mask")
+    assert named["StabilityMonitor"]["stop_on"] == "error"
+    assert named["StabilityMonitor"]["config"]["spike_ratio"] == 5.0
+    assert line["strategy"] == "RLStabSingleDevice"
+
+
+def test_hyper_parameters_stand_beside_the_final_scores(grpo_run):
+    run = grpo_run(StabilityMonitor(), Break(2), max_steps=5)
+    final = {name: points[-1] for name, points in run.curves.items() if name.startswith("final/")}
+    assert final["final/steps_applied"] == (5, 4.0)
+    assert final["final/steps_skipped"] == (5, 1.0)
+    assert final["final/alarms"] == (5, 1.0)
+    assert final["final/reward"][1] == pytest.approx(run.curves["reward"][-1][1])
+    assert set(final) <= set(FINAL_SCORES)
+    assert "final/held_out_reward" not in final  # nothing was held out
+    reader = EventAccumulator(str(run.folder)).Reload()
+    tables = reader.PluginTagToContent("hparams")
+    experiment = HParamsPluginData.FromString(tables["_hparams_/experiment"]).experiment
+    assert [info.name.tag for info in experiment.metric_infos] == list(FINAL_SCORES)
+    columns = {info.name for info in experiment.hparam_infos}
+    assert {"learning_rate", "beta", "num_generations", "GEPO", "StabilityMonitor", "max_steps"} <= columns
+    row = HParamsPluginData.FromString(tables["_hparams_/session_start_info"]).session_start_info
+    assert row.hparams["StabilityMonitor"].string_value == "on"
+    assert row.hparams["GEPO"].string_value == "off"
+    assert row.hparams["learning_rate"].number_value == 1e-3
+
+
+def test_a_run_that_dies_has_its_scores_as_well(grpo_run, tmp_path):
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        grpo_run(StabilityMonitor(), Break(2, then=True), max_steps=5)
+    (file,) = tmp_path.rglob("*tfevents*")
+    assert EventAccumulator(str(file)).Reload().Scalars("final/steps_applied")[-1].value == 2
+
+
+def test_counts_of_steps_and_the_best_score_survive_a_resume(grpo_run, tmp_path):
+    first = grpo_run(StabilityMonitor(), Break(2), max_steps=4)
+    first.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    run = grpo_run(StabilityMonitor(), max_steps=7, ckpt_path=tmp_path / "last.ckpt")
+    assert run.curves["final/steps_applied"][-1][1] == 6
+    assert run.curves["final/steps_skipped"][-1][1] == 1

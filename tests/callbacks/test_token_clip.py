@@ -127,3 +127,10 @@ def test_what_a_clip_did_is_part_of_the_step_that_gradloc_sees(grpo_run: Callabl
 def test_settings_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{field}` must"):
         TokenClip(**{field: value})
+
+
+def test_what_was_held_back_is_written_down_with_how(grpo_run: Callable[..., Any]) -> None:
+    drill = FireDrill([{"kind": "token_mismatch", "step": 1}])
+    (line,) = grpo_run(drill, TokenClip(mode="mask"), max_steps=3).events("clip")
+    assert (line["step"], line["touched"], line["parts"]) == (1, 1, "tokens")
+    assert (line["by"], line["mode"]) == ("ratio", "mask")

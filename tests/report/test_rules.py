@@ -98,6 +98,40 @@ def test_counted_nan_rewards_are_named_in_the_very_step(watched):
     assert state.findings["nan_reward"].figures == {"rlstab/grpo/rewards_nan": 2.0}
 
 
+def test_a_reward_that_is_left_out_of_a_reading_for_the_first_time_is_a_nan_reward(watched):
+    _, alarms = watched(lambda at: {"reward": None, "reward_std": None} if at == 30 else {}, steps=40)
+    assert alarms == [("nan_reward", 30)]
+
+
+@pytest.mark.parametrize(
+    "sick",
+    [
+        lambda at: {"reward": None} if at % 2 else {},
+        lambda at: {"reward": None, "frac_reward_zero_std": None} if at == 30 else {},
+        lambda at: {"reward": None} if at == 3 else {},
+    ],
+)
+def test_a_reward_that_is_logged_now_and_then_is_no_alarm(watched, sick):
+    assert watched(sick, steps=60)[1] == []
+
+
+def test_one_reward_out_of_all_proportion_is_named_in_its_step_and_not_what_its_fall_looks_like(watched):
+    state, alarms = watched(lambda at: {"reward": 31.0, "reward_std": 176.0} if at == 60 else {}, steps=120)
+    assert alarms[0] == ("reward_outlier", 60)
+    assert ranked(state.findings.values())[0].cause == "reward_outlier"
+
+
+@pytest.mark.parametrize(
+    "sick",
+    [
+        lambda at: {"reward": 0.9, "reward_std": 0.4} if at >= 60 else {"reward": 0.01 + 0.001 * (at % 3)},
+        lambda at: {"reward": 3.0, "reward_std": 0.5} if at >= 60 else {},  # the whole batch is better, none far out
+    ],
+)
+def test_a_jump_of_the_reward_within_its_range_or_of_the_whole_batch_is_no_outlier(watched, sick):
+    assert "reward_outlier" not in [cause for cause, _ in watched(sick)[1]]
+
+
 def test_a_nan_reward_ranks_before_the_nan_gradient_it_caused(watched):
     sick = lambda at: dict.fromkeys(("reward", "loss", "grad_norm", "entropy"), math.nan) if at >= 40 else {}  # noqa: E731
     state, _ = watched(sick, steps=60)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
+from lightning_rlstab.report.diagnosis import diagnose
 from lightning_rlstab.report.event_files import read_event_file
 from lightning_rlstab.report.events import EventLog
 from lightning_rlstab.report.names import canonical_name
@@ -289,3 +291,44 @@ def test_fr_144_events_of_skips_spikes_and_rollbacks_are_there_with_the_right_st
         ("spike", 9),
         ("rollback", 11),
     ]
+
+
+# ---- resumed runs ------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_in_a_new_folder_is_read_as_one_run_and_its_second_death_is_named(tmp_path, event_run):
+    versions = [tmp_path / "logs" / f"version_{number}" for number in range(2)]
+    event_run(steps=43, folder=versions[0], sick=lambda at: {"grad_norm": math.nan} if at >= 40 else {})
+    EventLog(versions[0] / "events.jsonl").write("stop", step=42, reason="NaN")
+    event_run(steps=48, first=35, folder=versions[1], sick=lambda at: {"grad_norm": math.nan} if at >= 45 else {})
+    EventLog(versions[1] / "events.jsonl").write("start", step=35)
+    for number, folder in enumerate(versions):
+        os.utime(only_event_file(folder), (1000 + number, 1000 + number))
+    run = read_run(tmp_path)
+    assert [(life.first_step, life.last_step) for life in run.lives] == [(0, 42), (35, 47)]
+    assert [event["event"] for event in run.events] == ["stop", "start"]
+    assert "version_0" in run.notes[0]
+    assert "as one run" in run.notes[0]
+    assert diagnose(run).alarms[0].cause == "restart_death"
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_a_folder_that_continues_nothing_is_read_alone(tmp_path, event_run, first):
+    versions = [tmp_path / f"version_{number}" for number in range(2)]
+    event_run(steps=40, folder=versions[0])
+    event_run(steps=first + 20, first=first, folder=versions[1])
+    for number, folder in enumerate(versions):
+        os.utime(only_event_file(folder), (1000 + number, 1000 + number))
+    run = read_run(tmp_path)
+    assert len(run.lives) == 1
+    assert run.last_step == first + 19
+
+
+def test_trl_writes_null_for_a_reward_that_is_nan_everywhere_and_it_is_read_as_nan(tmp_path):
+    rows = [{"step": at, "grad_norm": 0.4, "reward": 0.1, "rewards/a/mean": None} for at in range(1, 4)]
+    rows[-1]["reward"] = None
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    run = read_run(tmp_path)
+    assert math.isnan(run.series["reward"].values[-1])
+    assert "rewards/a/mean" not in run.series
+    assert diagnose(run).alarms[0].cause == "nan_reward"
