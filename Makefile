@@ -15,7 +15,7 @@ export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test fast-test lint types build clean
+.PHONY: demo test fast-test lint types docs build clean
 
 demo: $(STAMP)  ## Watch a tiny policy learn addition; about a minute
 	$(BIN)/python -m lightning_rlstab.demo
@@ -33,6 +33,10 @@ fast-test: $(STAMP)  ## Tests that take under ten seconds each
 lint: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## The reference of the public surface from its docstrings, as HTML in build/api
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt -e ".[docs]"
+	$(BIN)/python docs/_api.py
 
 build: $(STAMP)
 	$(BIN)/python -m build
