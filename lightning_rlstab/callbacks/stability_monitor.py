@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,7 +20,8 @@ from lightning_rlstab.callbacks.run_context import RunContext, parameters_of
 from lightning_rlstab.callbacks.run_description import hyper_parameters, run_description
 from lightning_rlstab.callbacks.stability_monitor_board import MonitorBoard
 from lightning_rlstab.control.parameters import local
-from lightning_rlstab.control.protocols import StepGate
+from lightning_rlstab.control.plain_probe import probe_and_norms
+from lightning_rlstab.control.protocols import GradientNorms, StepGate
 from lightning_rlstab.core.checks import choice, flag, integer, refusal
 from lightning_rlstab.core.policy_loss import LossInputs
 from lightning_rlstab.core.repetition import text_repetition_frac
@@ -193,14 +195,23 @@ class StabilityMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Take the norm of the gradient as it came, and the names of weights that got none."""
-        strategy = trainer.strategy
         named = [(name, one) for name, one in pl_module.named_parameters() if one.requires_grad]
         self._without_gradient = [name for name, one in named if one.grad is None]
-        if isinstance(strategy, StepGate):
-            norms = strategy.gradient_norms()
+        norms = self._norms(trainer, pl_module)
+        if norms is not None:
             self._norm = norms.total
             if _is_due(self.layer_norms_every_n_steps, trainer.global_step):
                 self._layer_norms = {f"rlstab/layer_norm/{name}": norm for name, norm in norms.per_layer.items()}
+
+    @staticmethod
+    def _norms(trainer: pl.Trainer, pl_module: pl.LightningModule) -> GradientNorms | None:
+        """Norms before any guard has acted; None where gradients are sharded and nobody adds the pieces up.
+
+        Not by a stock strategy's stand-in gate: that one remembers what it measured for the guards to come.
+        """
+        if isinstance(trainer.strategy, StepGate | SingleDeviceStrategy | DDPStrategy):
+            return probe_and_norms(trainer, pl_module)[1]()
+        return None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

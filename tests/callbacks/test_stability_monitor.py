@@ -143,6 +143,21 @@ def test_a_run_without_a_gate_is_watched_as_well(grpo_run):
     assert causes(run)[0] == ("nan_gradient", 2)
 
 
+@pytest.mark.parametrize("strategy", [None, "auto"])
+def test_the_norm_is_taken_before_a_guard_behind_it_cleans_the_gradient(grpo_run, strategy):
+    class Clean(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            for parameter in pl_module.parameters():
+                parameter.grad.mul_(1e-9)
+
+    monitor, flags = StabilityMonitor(), {} if strategy is None else {"strategy": strategy}
+    run = grpo_run(monitor, Clean(), max_steps=4, **flags)
+    norms = [
+        value for name, series in run.curves.items() if name.startswith("rlstab/layer_norm/") for _, value in series
+    ]
+    assert max(norms) > 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:Step 2 was skipped:UserWarning")
 def test_the_report_reads_the_same_diagnosis_from_the_files(grpo_run):
     run = grpo_run(StabilityMonitor(), Break(2), max_steps=5, strategy="auto")
