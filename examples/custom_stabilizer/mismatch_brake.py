@@ -5,6 +5,7 @@ Formula, memory, callback: the same three parts as every stabilizer of the packa
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,14 +35,12 @@ class BrakeConfig:
 
     times: float = 5.0
     least: float = 0.05
-    beta: float = 0.9
     warmup_steps: int = 5
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         number("times", self.times, above=1)
         number("least", self.least, above=0)
-        number("beta", self.beta, above=0, below=1)
         integer("warmup_steps", self.warmup_steps, at_least=1)
 
 
@@ -55,18 +54,17 @@ class BrakeState:
 
 
 def is_abnormal(config: BrakeConfig, state: BrakeState, mismatch: float) -> bool:
-    """Whether a step with this mean mismatch is to be skipped; a mismatch that is NaN always is."""
-    if state.steps < config.warmup_steps:
-        return False
-    return not mismatch <= max(config.times * state.usual, config.least)
+    """Whether a step with this mean mismatch is to be skipped; one that is not finite always is."""
+    limit = max(config.times * state.usual, config.least) if state.steps >= config.warmup_steps else math.inf
+    return not math.isfinite(mismatch) or mismatch > limit
 
 
 def step(config: BrakeConfig, state: BrakeState, mismatch: float) -> BrakeState:
     """The memory after one step: what was skipped does not count as usual."""
     if is_abnormal(config, state, mismatch):
         return replace(state, skips=state.skips + 1)
-    beta = min(config.beta, state.steps / (state.steps + 1))  # a plain mean at first
-    return replace(state, usual=beta * state.usual + (1 - beta) * mismatch, steps=state.steps + 1)
+    steps = state.steps + 1
+    return replace(state, usual=state.usual + (mismatch - state.usual) / steps, steps=steps)  # a running mean
 
 
 # 3. The callback: reads in the loss, decides once per step by numbers that are the same on all ranks, votes, remembers.
@@ -78,12 +76,11 @@ class MismatchBrake(L.Callback):
     Args:
         times: How many times the usual mismatch is too much, > 1.
         least: Mismatch in nats at or under which nothing is skipped.
-        beta: Memory of the usual mismatch, in (0, 1).
         warmup_steps: Steps before anything is skipped.
     """
 
-    def __init__(self, times: float = 5.0, least: float = 0.05, beta: float = 0.9, warmup_steps: int = 5) -> None:
-        self.config = BrakeConfig(times=times, least=least, beta=beta, warmup_steps=warmup_steps)
+    def __init__(self, times: float = 5.0, least: float = 0.05, warmup_steps: int = 5) -> None:
+        self.config = BrakeConfig(times=times, least=least, warmup_steps=warmup_steps)
         self.state = BrakeState()
         self._readings: list[Tensor] = []
 

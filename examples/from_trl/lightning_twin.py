@@ -1,6 +1,8 @@
 """The same GRPO with Lightning.
 
-python examples/from_trl/lightning_twin.py
+    python examples/from_trl/lightning_twin.py
+
+Side by side with ``trl_script.py``: what both take from ``sums.py`` is the same.
 """
 
 import lightning as L

@@ -1,6 +1,8 @@
 """Write the policy that both ways of starting begin from.
 
-python examples/fsdp_two_processes/prepare.py
+    python examples/fsdp_two_processes/prepare.py
+
+An untrained policy would do; a short warm start leaves it something to improve on.
 """
 
 from pathlib import Path
