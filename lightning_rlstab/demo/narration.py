@@ -11,9 +11,9 @@ __all__ = ["Narrator"]
 
 
 class Narrator(Callback):
-    """Says every ``every_n_steps`` optimizer steps how the run goes.
+    """Says every ``every_n_steps`` optimizer steps how the run goes: means over the steps since the last line.
 
-    Watches the metrics that the module logs; changes nothing, keeps nothing, costs nothing.
+    A step of sixteen prompts has a noisy reward. Watches the metrics that the module logs and changes nothing.
 
     Args:
         say: Takes one line.
@@ -24,22 +24,30 @@ class Narrator(Callback):
         self._say = say
         self._every_n_steps = every_n_steps
         self._last_step = 0
+        self._since: dict[str, list[float]] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Say the line where it is due; a step of several micro-batches is said once."""
+        """Say the line where it is due; a step of several micro-batches counts once."""
         step = trainer.global_step
-        is_due = step % self._every_n_steps == 0 or step == 1
-        if not is_due or step == self._last_step:
+        if step == self._last_step:
             return
         self._last_step = step
-        metrics = trainer.callback_metrics
-        words = [f"{name.replace('_', ' ')} {float(metrics[key]):.3f}" for name, key in _SAID if key in metrics]
-        self._say(f"  step {step:4d}   " + "   ".join(words))
+        for name, key in _SAID:
+            if key in trainer.callback_metrics:
+                self._since.setdefault(name, []).append(float(trainer.callback_metrics[key]))
+        if step % self._every_n_steps == 0 or step == 1:
+            words = [f"{name} {_said(name, values):.3f}" for name, values in self._since.items()]
+            self._say(f"  step {step:4d}   " + "   ".join(words))
+            self._since = {}
+
+
+def _said(name: str, values: list[float]) -> float:
+    return values[-1] if name == "held-out" else sum(values) / len(values)
 
 
 _SAID = (
     ("reward", "reward"),
     ("held-out", "val/reward"),
     ("entropy", "entropy"),
-    ("grad_norm", "grad_norm"),
+    ("grad norm", "grad_norm"),
 )

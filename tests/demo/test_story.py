@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,6 +33,17 @@ def test_the_demo_runs_from_a_foreign_directory_and_ends_with_its_figures(tmp_pa
     rewards = curves.Scalars("reward")
     assert len(rewards) == 3
     assert all(math.isfinite(event.value) for event in rewards)
+
+
+def test_the_narrator_says_means_over_the_steps_since_its_last_line():
+    from lightning_rlstab.demo.narration import Narrator
+
+    said: list[str] = []
+    narrator = Narrator(said.append, every_n_steps=2)
+    for step, reward in enumerate([1.0, 0.0, 1.0, 0.5], start=1):
+        trainer = SimpleNamespace(global_step=step, callback_metrics={"reward": reward})
+        narrator.on_train_batch_end(trainer, None, None, None, 0)
+    assert said == ["  step    1   reward 1.000", "  step    2   reward 0.000", "  step    4   reward 0.750"]
 
 
 def test_the_planted_fault_is_told_in_words(capsys):
