@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 from lightning_rlstab.callbacks import GEPO, OPEFO, QUATRO, FireDrill, GradLoc
 from lightning_rlstab.callbacks.fire_drill_faults import Fault, planted_in_inputs
 from lightning_rlstab.callbacks.opefo import SecondMomentConfig, SnapshotConfig
+from lightning_rlstab.callbacks.quatro import RolloutFilterConfig
 from lightning_rlstab.core.policy_loss import LossInputs
 from lightning_rlstab.demo.digits import addition_rows, exact_sum
 from lightning_rlstab.demo.policy import digit_tokenizer, greedy_accuracy, save_policy
@@ -41,9 +42,9 @@ from lightning_rlstab.strategies import RLStabSingleDevice
 __all__ = ["CLEAN", "FAULT_STEP", "LASTING", "SETUPS", "STEPS", "Run", "Task", "digits_task", "run_cell", "words_task"]
 
 STEPS = 40
-FAULT_STEP = 15
+FAULT_STEP = 17  # between two snapshots
 BATCH = 32
-LASTING = {"repeated_output": 10, "all_truncated": 10, "reward_hacking": 10}
+LASTING = {"repeated_output": 4, "all_truncated": 4, "reward_hacking": 4}
 """Steps that a fault lasts which is a state of the data and not an accident; every other one strikes once."""
 
 HELD_OUT = 1024
@@ -71,6 +72,7 @@ class Task:
         steps: Optimizer steps.
         fault_step: Where the fault strikes, the first step being 0.
         warmup_steps: Of GEPO's guard and of GradLoc's trigger.
+        is_short: Whether completions have a few tokens only.
     """
 
     model: str
@@ -82,6 +84,7 @@ class Task:
     steps: int = STEPS
     fault_step: int = FAULT_STEP
     warmup_steps: int = 10
+    is_short: bool = False
 
 
 @dataclass
@@ -139,6 +142,7 @@ def digits_task(seed: int, folder: Path) -> Task:
             "lr_scheduler_type": "constant",
             "seed": seed,
         },
+        is_short=True,
     )
 
 
@@ -193,7 +197,8 @@ def guards(setup: str, task: Task) -> list[pl.Callback]:
         "gradloc": lambda: GradLoc(warmup_steps=task.warmup_steps),
         "gepo": lambda: GEPO() if task.warmup_steps == 10 else GEPO(guard=_guard(task.warmup_steps)),
         "opefo": lambda: OPEFO(second_moment=SecondMomentConfig(every_steps=10), snapshots=snapshots),
-        "quatro": QUATRO,
+        # A completion has four tokens at most: the default of four to an n-gram would never see a repeated one.
+        "quatro": lambda: QUATRO(filter=RolloutFilterConfig(ngram=1 if task.is_short else 4)),
     }
     return [layer() for name, layer in layers.items() if setup in (name, "all")]
 

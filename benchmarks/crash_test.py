@@ -3,7 +3,7 @@
     python benchmarks/crash_test.py [--quick] [--jobs 2] [--seeds 5] [--out runs/crash_test] [--markdown F] [--json F]
 
 A cell is one training run of 40 steps on the digits policy (32 completions per step, learning rate 3e-4) with one fault
-at step 15, at FireDrill's default magnitude; ``repeated_output``, ``all_truncated`` and ``reward_hacking`` last ten
+at step 17, at FireDrill's default magnitude; ``repeated_output``, ``all_truncated`` and ``reward_hacking`` last four
 steps, all others strike once. ``behavior_logprob_neg_inf`` runs with the correction for the sampler's log-probs and
 ``all_truncated`` with ``mask_truncated_completions``, on both sides, because nothing else reads what they spoil.
 Finished cells are appended to ``cells.jsonl`` in ``--out``; a run that was stopped goes on there.
@@ -11,8 +11,9 @@ Finished cells are appended to ``cells.jsonl`` in ``--out``; a run that was stop
 Set-ups: ``trl`` is TRL's trainer; ``bare`` our module on ``strategy="rlstab"`` without callbacks (its gate skips a
 gradient that is not finite by itself, as the module does on Lightning's own strategies); ``gepo``, ``opefo``,
 ``quatro``, ``gradloc`` one guard; ``all`` the four of them in the order GradLoc, GEPO, OPEFO, QUATRO, no clips. All
-have their defaults, but for OPEFO, whose rhythms are scaled to 40 steps: second moments every 10, snapshots every 5,
-recovery over 5. ``beta`` is 0 as in TRL, so QUATRO's KL anchor is off.
+have their defaults, but for OPEFO, whose rhythms are scaled to 40 steps (second moments every 10, snapshots every 5,
+recovery over 5), and for the n-grams of QUATRO's filter, one token long for completions of at most four. ``beta`` is 0
+as in TRL, so QUATRO's KL anchor is off.
 
 Outcome of a cell, by greedy accuracy on 1,024 held-out additions after the last step:
 
