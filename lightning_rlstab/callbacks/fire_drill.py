@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlstab.callbacks.fire_drill_faults import (
-    FAULTS,
     Fault,
     fault_from,
     planted_in_inputs,
@@ -64,7 +63,7 @@ class FireDrill(pl.Callback):
         folder = trainer.log_dir or trainer.default_root_dir
         self._events = EventLog(Path(folder) / "events.jsonl") if trainer.is_global_zero else None
         for fault in self.faults:
-            _log.warning("FIRE DRILL: at step %d %s, on purpose.", fault.step, FAULTS[fault.kind].meaning)
+            _log.warning("FIRE DRILL: at step %d %s, on purpose.", fault.step, fault.meaning)
 
     # Rollout and loss -------------------------------------------------------------------------------------------------
 
@@ -170,8 +169,7 @@ class FireDrill(pl.Callback):
             piece.view(-1)[0] = value
 
     def _announce(self, trainer: Any, fault: Fault, **address: Any) -> None:
-        meaning = FAULTS[fault.kind].meaning
-        _log.warning("FIRE DRILL, step %d: %s (magnitude %g).", trainer.global_step, meaning, fault.size)
+        _log.warning("FIRE DRILL, step %d: %s.", trainer.global_step, fault.meaning)
         if self._events is not None:
             given = {
                 "kind": fault.kind,
@@ -181,7 +179,7 @@ class FireDrill(pl.Callback):
                 "token": fault.token,
                 "layer": fault.layer,
                 "magnitude": fault.size,
-                "meaning": meaning,
+                "meaning": fault.meaning,
             }
             self._events.write("fire_drill", step=trainer.global_step, **{**given, **address})
 

@@ -26,7 +26,7 @@ class FaultKind:
         place: Where it is planted: ``"rollout"``, ``"loss"``, ``"layer"``, ``"gradient"``, ``"weights"``,
             ``"optimizer"``.
         magnitude: Its default size; the meaning is in ``meaning``.
-        meaning: One line for logs and documentation.
+        meaning: One line for documentation; logs say the size in the place of "`magnitude`".
     """
 
     place: str
@@ -43,8 +43,10 @@ FAULTS: Mapping[str, FaultKind] = {
     "behavior_logprob_neg_inf": FaultKind("loss", 1.0, "the sampler's log-prob of one token is -inf"),
     "log_ratio_overflow": FaultKind("loss", 100.0, "the log-ratio of one token is `magnitude` nats"),
     "token_mismatch": FaultKind("loss", 50.0, "one token is `magnitude` times likelier in training and weighs as much"),
-    "sequence_mismatch": FaultKind("loss", 20.0, "the same for every token of one sequence"),
-    "systematic_mismatch": FaultKind("loss", 20.0, "the same for every token of the step"),
+    "sequence_mismatch": FaultKind(
+        "loss", 20.0, "each token of one sequence is `magnitude` times likelier in training"
+    ),
+    "systematic_mismatch": FaultKind("loss", 20.0, "each token of the step is `magnitude` times likelier in training"),
     "loss_nan": FaultKind("loss", 1.0, "the loss of one token is NaN"),
     "layer_explosion": FaultKind("layer", 100.0, "the gradient of one layer's weights is `magnitude` times too large"),
     "gradient_nan": FaultKind("gradient", 1.0, "one entry of a layer's gradient is NaN"),
@@ -106,6 +108,11 @@ class Fault:
     def size(self) -> float:
         """``magnitude`` or the kind's default."""
         return FAULTS[self.kind].magnitude if self.magnitude is None else self.magnitude
+
+    @property
+    def meaning(self) -> str:
+        """One line with the size in it."""
+        return FAULTS[self.kind].meaning.replace("`magnitude`", f"{self.size:g}")
 
     @property
     def place(self) -> str:

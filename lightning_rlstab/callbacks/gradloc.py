@@ -104,6 +104,7 @@ class GradLoc(pl.Callback):
         self.ladder = LadderSettings(search=search, top_k=top_k, probe_budget=probe_budget, culprit_frac=culprit_frac)
         self.state = TriggerState()
         self.last_finding: Finding | None = None
+        self.has_repaired_step = False
         self._run: RunContext | None = None
         self._pending: dict[str, float] | None = None
         self._probe: GradientProbe | None = None
@@ -142,6 +143,7 @@ class GradLoc(pl.Callback):
     ) -> None:
         """Look at the complete gradient; on a spike, search and act."""
         assert self._read_norms is not None
+        self.has_repaired_step = False
         policy: Any = pl_module
         tokens = _window_tokens(pl_module, trainer)
         norms = self._read_norms()
@@ -177,6 +179,7 @@ class GradLoc(pl.Callback):
         with self._oracle(trainer, pl_module, is_of_dropped=False) as oracle:
             finding = self._found(oracle, tokens, threshold)
             done, norm = self._act(finding, oracle)
+        self.has_repaired_step = done in ("removed", "micro-batch skipped")
         self._remember(finding, tokens, norm)
         summary = self._report(trainer, pl_module, finding, oracle, done)
         if done == "skipped":
@@ -195,7 +198,7 @@ class GradLoc(pl.Callback):
             done = "stopped" if self.action == "stop" else "dropped"
             if self.action == "remove" and finding.is_removal_enough and is_step_left:
                 oracle.install_remaining()
-                done = "removed"
+                done, self.has_repaired_step = "removed", True
         reading = TriggerReading(norm=None, window_tokens=tokens, layer_shares={}, is_spike=True)
         self.state = trigger_step(self.config, self.state, reading)
         self._vote(trainer, done, self._report(trainer, pl_module, finding, oracle, done))

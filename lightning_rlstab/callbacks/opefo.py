@@ -24,7 +24,7 @@ from lightning_rlstab.callbacks.opefo_snapshots import (
     weights_are_finite,
 )
 from lightning_rlstab.callbacks.run_context import RunContext, switched
-from lightning_rlstab.control.interventions import GradientGuard, RolloutOwner, VoteBook
+from lightning_rlstab.control.interventions import GradientGuard, GradientRepairer, RolloutOwner, VoteBook
 from lightning_rlstab.control.opefo import (
     ErrorFeedbackConfig,
     RecoveryState,
@@ -200,7 +200,7 @@ class OPEFO(pl.Callback):
         assert self._gate is not None
         norms = self._gate.gradient_norms()
         broken, self._loss_is_broken = self._loss_is_broken, None
-        is_loss_finite = broken is None or not bool(broken)
+        is_loss_finite = broken is None or not bool(broken) or _is_repaired(trainer)
         self._is_step_finite = norms.is_finite and is_loss_finite
         is_skipped = not self._is_step_finite or self._is_voted_down()
         if self.error_feedback is not None:
@@ -209,8 +209,11 @@ class OPEFO(pl.Callback):
             elif not is_skipped:
                 self.error_feedback.feed(trainer, norms)
         if not self._is_step_finite:
-            what = "the loss" if norms.is_finite else "the gradient"
-            self._gate.vote(Vote(source="opefo", action="skip", reason=f"{what} is not finite"))
+            reason = f"{'the loss' if norms.is_finite else 'the gradient'} is not finite"
+            if not self._is_voted_down():
+                assert self._run is not None
+                self._run.event("skip", source="opefo", scope="step", norm=norms.total, reason=reason)
+            self._gate.vote(Vote(source="opefo", action="skip", reason=reason))
         if self.snapshots is not None:
             factor = learning_rate_factor(self.snapshots, self.recovery)
             if factor != 1.0:
@@ -379,6 +382,12 @@ class OPEFO(pl.Callback):
         if state.get("recovery") is not None:
             quarantine = tuple(state["recovery"]["quarantine"])
             self.recovery = RecoveryState(**{**state["recovery"], "quarantine": quarantine})
+
+
+def _is_repaired(trainer: pl.Trainer) -> bool:
+    """Whether a callback has taken what spoilt the loss out of this step's gradient."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(each, GradientRepairer) and each.has_repaired_step for each in callbacks)
 
 
 def _fingerprints(rollout: Rollout) -> list[str]:

@@ -7,7 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_rlstab.control.protocols import GradientNorms, Vote
 
-__all__ = ["BackgroundSaver", "DroppedGradientHook", "GradientGuard", "Rewindable", "RolloutOwner", "VoteBook"]
+__all__ = [
+    "BackgroundSaver",
+    "DroppedGradientHook",
+    "GradientGuard",
+    "GradientRepairer",
+    "Rewindable",
+    "RolloutOwner",
+    "VoteBook",
+]
 
 
 @runtime_checkable
@@ -15,6 +23,14 @@ class GradientGuard(Protocol):
     """A callback that judges the gradient; whoever adds to the gradient must come after it in the list of callbacks."""
 
     guards_gradient: bool
+
+
+@runtime_checkable
+class GradientRepairer(Protocol):
+    """A callback that can take what spoilt a step out of its gradient."""
+
+    has_repaired_step: bool
+    """Whether ``.grad`` of the current step was rebuilt, so that a loss of NaN no longer speaks against it."""
 
 
 @runtime_checkable

@@ -47,6 +47,10 @@ class ShardingStrategy(ModelParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard, then set up as every strategy does; Lightning's own would demand a ``configure_model``."""
+        # On a GPU a first forward under inference mode, by an evaluation, would spoil every later training forward.
+        loops: Any = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+        for loop in (*loops, trainer.predict_loop):
+            loop.inference_mode = False
         self.shard_model()
         Strategy.setup(self, trainer)
         self.barrier()

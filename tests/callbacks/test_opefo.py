@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_rlstab.callbacks.fire_drill import FireDrill
 from lightning_rlstab.callbacks.gepo import GEPO, StepGuardConfig
+from lightning_rlstab.callbacks.gradloc import GradLoc
 from lightning_rlstab.callbacks.opefo import OPEFO, ErrorFeedbackConfig, SecondMomentConfig, SnapshotConfig
 from lightning_rlstab.callbacks.opefo_snapshots import are_finite
 from lightning_rlstab.callbacks.quatro import QUATRO
@@ -343,6 +345,24 @@ def test_a_skip_that_another_guard_voted_for_comes_back_as_well(grpo_run: Callab
     assert opefo.error_feedback is not None
     assert opefo.error_feedback.state.stored == (1 if strategy is None else 0)
     assert run.weights.isfinite().all()
+
+
+def test_a_nan_loss_whose_token_gradloc_took_out_is_applied(grpo_run: Callable[..., Any]) -> None:
+    """The clean rest counts: a loss of NaN speaks against a gradient only as long as nobody has repaired it."""
+    fault = {"kind": "loss_nan", "step": 3}
+    run = grpo_run(FireDrill([fault]), GradLoc(), OPEFO(), max_steps=5)
+    (spike,) = run.events("spike")
+    assert spike["action"] == "removed"
+    assert run.trainer.strategy.skipped_steps == 0
+    assert run.events("skip") == []
+    assert run.weights.isfinite().all()
+
+
+def test_a_skip_of_its_own_is_written_down_once(grpo_run: Callable[..., Any]) -> None:
+    alone = grpo_run(Poison("loss", 3), OPEFO(), max_steps=5)
+    assert [event["source"] for event in alone.events("skip")] == ["opefo"]
+    beside = grpo_run(Poison("loss", 3), GEPO(guard=GUARD), OPEFO(), max_steps=5)
+    assert [event["source"] for event in beside.events("skip")] == ["gepo"]
 
 
 def test_a_step_that_two_guards_refuse_is_fed_back_once(grpo_run: Callable[..., Any]) -> None:
