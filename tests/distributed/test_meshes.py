@@ -154,6 +154,18 @@ def test_activation_checkpointing_changes_nothing(outcome):
     assert_equal_runs(recomputed, plain[0], tolerance=1e-6)
 
 
+def test_a_sharded_run_never_evaluates_in_inference_mode(run_on_ranks, on_ranks, tmp_path):
+    """With gloo Lightning avoids it by itself; with NCCL a first forward under it spoils later training."""
+
+    def work():
+        trainer = on_ranks("rlstab_fsdp", tmp_path, use_distributed_sampler=False, inference_mode=True)
+        trainer.fit(Net(), loader())
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        return [loop.inference_mode for loop in loops]
+
+    assert run_on_ranks(work, world_size=2) == [[False] * 4] * 2
+
+
 def test_a_module_that_shards_itself_is_left_alone(outcome):
     one = outcome("rlstab", ranks=1)[0]
     assert_equal_runs(outcome("rlstab_fsdp", ranks=2, make=Own), one)
