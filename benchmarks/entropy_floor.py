@@ -1,6 +1,6 @@
 """The entropy floor on runs of the demo whose entropy collapses: with the floor and without, several seeds each way.
 
-    python benchmarks/entropy_floor.py [--quick] [--seeds 5]
+    python benchmarks/entropy_floor.py [--quick] [--seeds 5] [--first-seed 0]
 
 The collapse is provoked by a high learning rate. The bar: in every run, the mean entropy of the last 20 steps is below
 0.8 of its start without the floor, and above it with the floor.
@@ -37,13 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1 seed")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     options = parser.parse_args()
     quiet()
     policy, tokenizer = warm_policy()
     seeds = 1 if options.quick else options.seeds
     without, held = [], []
     accuracies: dict[str, list[float]] = {"without": [], "with": []}
-    for seed in range(seeds):
+    for seed in range(options.first_seed, options.first_seed + seeds):
         for name, results in (("without", without), ("with", held)):
             quatro = QUATRO(replay=False, kl=False, filter=False, entropy=CONFIG if name == "with" else False)
             run = demo_run(policy, tokenizer, GEPO(), quatro, seed=seed, steps=STEPS, batch=64, learning_rate=5e-4)
@@ -67,6 +68,7 @@ def main() -> None:
         "accuracy_with": round(statistics.mean(accuracies["with"]), 4),
         "accuracy_without": round(statistics.mean(accuracies["without"]), 4),
         "steps": STEPS,
+        "first_seed": options.first_seed,
     }
     print(json.dumps(figures))
 

@@ -165,7 +165,7 @@ class EntropyFloorConfig:
     floor_frac: float = 0.8
     baseline_steps: int = 10
     window_steps: int = 3
-    lead_frac: float = 0.1
+    lead_frac: float = 0.15
     coef_start: float = 0.05
     coef_growth: float = 1.4
     coef_max: float = 0.3
