@@ -277,7 +277,9 @@ def floored_logprobs(logprobs: Tensor, floor: float = LOGPROB_FLOOR) -> Tensor:
         >>> floored_logprobs(torch.tensor([-1.5, -torch.inf]))
         tensor([  -1.5000, -100.0000])
     """
-    return at_least_float32(logprobs).clamp(min=floor)
+    exact = at_least_float32(logprobs)
+    # Not `clamp`: its gradient at the very bound is 1 in torch 2.13 and 0 in 2.14.
+    return torch.where(exact < floor, floor, exact)
 
 
 def possible_tokens(mask: Tensor, *logprobs: Tensor | None) -> Tensor:
