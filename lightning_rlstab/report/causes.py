@@ -85,6 +85,19 @@ _ALL = (
         "Switch on GradLoc to name the token and layer, and GEPO to skip the micro-batch",
     ),
     Cause(
+        "learning_rate_jump",
+        "learning rate jumps far above everything it was",
+        "hard",
+        "warning",
+        "a schedule, a resume or a callback that sets the rate",
+        "Find out who set the learning rate at this step, and go back to the snapshot before it",
+        (
+            *("gradient_spike", "nan_loss", "nan_gradient", "nan_logprobs", "gradient_drift"),
+            *("entropy_explosion", "entropy_collapse", "over_optimised", "reward_hacking", "held_out_gap"),
+            *("no_signal", "all_truncated", "repetition", "reward_collapse", "frozen"),
+        ),
+    ),
+    Cause(
         "gradient_spike",
         "gradient norm jumps far above its usual level",
         "hard",

@@ -22,6 +22,8 @@ TREND_READINGS = 5
 """Trends are judged, and levels remembered, every 5 readings."""
 
 _NO_LEVEL = Level()
+_PLATEAU = 0.7
+_RATE_JUMP = 5.0
 _ALL_TRUNCATED = 0.95  # a few that end at once, with an empty answer, change nothing
 
 
@@ -172,6 +174,18 @@ def gradient_drift(view: View) -> Evidence | None:
     return Evidence(words, {"usual": usual, "initial": base}, since)
 
 
+def learning_rate_jump(view: View) -> Evidence | None:
+    """The learning rate is several times anything it was; a warm-up grows, and a restart of a schedule comes back."""
+    value, before = (
+        view.reading.values.get("learning_rate", math.nan),
+        view.before.signals.get("learning_rate", _NO_LEVEL),
+    )
+    if not math.isfinite(value) or not before.is_settled or value <= _RATE_JUMP * max(before.highest, before.last):
+        return None
+    words = f"learning_rate {value:.3g} > {_RATE_JUMP:g} x its highest level {before.highest:.3g}"
+    return Evidence(words, {"learning_rate": value, "highest": before.highest})
+
+
 def skipping(view: View) -> Evidence | None:
     """More steps are skipped than applied."""
     level, limit = view.level("rlstab/monitor/skipped_frac"), view.config.skipped_frac
@@ -184,9 +198,14 @@ def skipping(view: View) -> Evidence | None:
 
 
 def entropy_collapse(view: View) -> Evidence | None:
-    """Entropy lost half and is still falling, and the reward gained nothing meanwhile."""
+    """Entropy lost half and is still falling, and the reward gained nothing meanwhile.
+
+    A policy also grows sure of itself on a plateau: while the reward stands at its best, it may fall further.
+    """
     entropy, reward = view.level("entropy"), view.level("reward")
-    if not entropy.is_settled or entropy.level > view.config.entropy_ratio * entropy.base or is_solved(view):
+    has_fallen = _fall(view, "reward", 0.1) is not None
+    limit = view.config.entropy_ratio * (1.0 if has_fallen else _PLATEAU)
+    if not entropy.is_settled or entropy.level > limit * entropy.base or is_solved(view):
         return None
     started = [mark for mark in view.past("entropy", least=10, most=80) if mark[1] > 1.6 * entropy.level]
     if not started:  # low, but no longer falling
@@ -197,7 +216,7 @@ def entropy_collapse(view: View) -> Evidence | None:
     if gain > max(0.05 * reward_scale(view), 2.0 * reward.standard_error):
         return None
     words = (
-        f"entropy {entropy.level:.3g} < {view.config.entropy_ratio:g} x initial {entropy.base:.3g} and fell by "
+        f"entropy {entropy.level:.3g} < {limit:g} x initial {entropy.base:.3g} and fell by "
         f"more than 1.6 since step {since}, while reward went {gain:+.3g}"
     )
     return Evidence(words, {"entropy": entropy.level, "initial": entropy.base, "reward_gain": gain}, since)
@@ -488,6 +507,7 @@ PROMPT_RULES: tuple[Rule, ...] = (
     Rule("nan_loss", 1, _broken("loss")),
     Rule("nan_gradient", 1, _broken("grad_norm")),
     Rule("gradient_spike", 1, gradient_spike, "grad_norm"),
+    Rule("learning_rate_jump", 1, learning_rate_jump, "learning_rate"),
     Rule("reward_outlier", 1, reward_outlier, "reward"),
     Rule("skipping", 3, skipping, "rlstab/monitor/skipped_frac"),
     Rule("repetition", 1, repetition, "rlstab/monitor/repetition"),

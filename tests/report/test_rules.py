@@ -185,6 +185,28 @@ def test_a_norm_that_rises_and_then_stays_is_no_drift(watched):
     assert alarms == []
 
 
+def test_a_learning_rate_that_jumps_is_named_in_the_step_and_before_what_it_breaks(watched):
+    def sick(at):
+        found = {"learning_rate": 1e-4 if at == 60 else 1e-6}
+        return found | ({"grad_norm": 90.0, "entropy": 4.0, "reward": 0.0} if at > 60 else {})
+
+    state, alarms = watched(sick)
+    assert alarms[0] == ("learning_rate_jump", 60)
+    assert ranked(state.findings.values())[0].cause == "learning_rate_jump"
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda at: 1e-6 * min(1.0, at / 100),  # a long warm-up from 0
+        lambda at: 1e-6 * (0.51 + 0.49 * math.cos(math.pi * (at % 50) / 50)),  # warm restarts
+        lambda at: 0.0 if at < 3 else 1e-6,
+    ],
+)
+def test_a_schedule_that_warms_up_or_restarts_is_no_jump_of_the_rate(watched, rate):
+    assert "learning_rate_jump" not in [cause for cause, _ in watched(lambda at: {"learning_rate": rate(at)})[1]]
+
+
 def test_most_steps_skipped_is_an_alarm(watched):
     state, alarms = watched(lambda at: {"rlstab/monitor/skipped_frac": min(1.0, at / 40)}, steps=60)
     assert alarms[0][0] == "skipping"
@@ -223,6 +245,19 @@ def test_entropy_that_collapses_while_the_reward_stalls_is_named(watched):
     assert cause == "entropy_collapse"
     assert 80 <= when <= 115
     assert "reward went" in state.findings["entropy_collapse"].rule
+
+
+def test_entropy_at_two_fifths_on_a_plateau_of_the_reward_is_silent_and_an_alarm_when_the_reward_falls(watched):
+    def sure_of_itself(at):
+        wave = 0.02 * math.sin(1.7 * at)
+        return {"entropy": max(1.2 * 0.98 ** max(0, at - 40), 0.46), "reward": 0.5 + wave}
+
+    def falling(at):
+        found = sure_of_itself(at)
+        return {**found, "reward": found["reward"] - 0.006 * max(0, at - 60)}
+
+    assert watched(sure_of_itself, steps=140)[1] == []
+    assert watched(falling, steps=140)[1][0][0] == "entropy_collapse"
 
 
 def test_entropy_that_falls_while_the_reward_rises_is_silent(watched):
@@ -368,6 +403,12 @@ def test_everything_truncated_is_named_and_ranks_before_the_missing_spread_it_ca
     state, alarms = watched(sick, steps=120)
     assert ("all_truncated", 69) in alarms
     assert first_cause(state) == "all_truncated"
+
+
+def test_a_few_completions_that_end_at_once_do_not_hide_that_the_rest_is_cut_off(watched):
+    share = {"completions/clipped_ratio": 0.97, "reward": 0.0, "frac_reward_zero_std": 1.0}
+    state, _ = watched(lambda at: share if at >= 40 else {}, steps=80)
+    assert ranked(state.findings.values())[0].cause == "all_truncated"
 
 
 def test_truncated_completions_whose_reward_still_rises_are_silent(watched):
