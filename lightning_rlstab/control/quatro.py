@@ -156,7 +156,7 @@ class EntropyFloorConfig:
         lead_frac: The bonus begins when the rolling mean is within this share above the floor, so that the entropy
             turns round before it is through.
         coef_start: Coefficient of the entropy bonus when it begins.
-        coef_growth: Factor per applied step while the mean is under the floor.
+        coef_growth: Factor per applied step while the mean is under the middle of that share.
         coef_max: Highest coefficient, so that the reward is never swamped.
         epsilon_factor: Factor on the clip range, ``epsilon`` and ``epsilon_high``, while the bonus is on; 1 for none.
         ceiling_frac: Entropy above this many times the baseline is reported as exploding.
@@ -228,8 +228,9 @@ def entropy_mean(state: EntropyFloorState) -> float | None:
 def step_entropy_floor(config: EntropyFloorConfig, state: EntropyFloorState, entropy: float) -> EntropyFloorState:
     """The memory after one applied optimizer step with this mean token entropy.
 
-    Under the floor the coefficient grows by ``coef_growth`` per step up to ``coef_max``; between floor and
-    ``floor * (1 + lead_frac)`` it fades by the same factor; above, it is exactly 0.
+    Under ``floor * (1 + lead_frac / 2)`` the coefficient grows by ``coef_growth`` per step up to ``coef_max``; from
+    there to ``floor * (1 + lead_frac)`` it fades by the same factor; above, it is exactly 0. So the mean comes to rest
+    in the middle of that band and not at the floor itself, half of the time below it.
 
     Args:
         config: The settings.
@@ -259,7 +260,7 @@ def step_entropy_floor(config: EntropyFloorConfig, state: EntropyFloorState, ent
     if not state.is_active:
         coef = min(max(config.coef_start, state.remembered_coef), config.coef_max)
         return replace(moved, coef=coef, remembered_coef=coef, bouts=state.bouts + 1)
-    if mean < floor:
+    if mean < floor * (1 + config.lead_frac / 2):
         coef = min(state.coef * config.coef_growth, config.coef_max)
     else:
         coef = max(state.coef / config.coef_growth, config.coef_start)

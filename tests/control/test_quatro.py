@@ -160,11 +160,14 @@ def test_the_next_bout_begins_where_the_last_one_was() -> None:
     assert last == pytest.approx(states[35].remembered_coef)
 
 
-def test_the_bonus_fades_between_the_floor_and_its_lead() -> None:
-    states = floored([1.0] * 10 + [0.5] * 20 + [0.85] * 20)
+def test_the_bonus_fades_in_the_upper_half_of_the_lead_and_grows_in_the_lower() -> None:
+    """The floor is 0.8 and the lead ends at 0.92: the mean comes to rest between them, not at the floor."""
+    states = floored([1.0] * 10 + [0.5] * 20 + [0.89] * 20)
     coefs = [state.coef for state in states[36:]]
     assert all(after < before for before, after in itertools.pairwise(coefs) if before > 0.05)
     assert coefs[-1] >= 0.05
+    just_above = [state.coef for state in floored([1.0] * 10 + [0.82] * 10)]
+    assert just_above[-1] > just_above[13] >= 0.05
 
 
 def test_entropy_that_explodes_is_reported() -> None:
