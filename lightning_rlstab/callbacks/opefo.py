@@ -23,6 +23,7 @@ from lightning_rlstab.callbacks.opefo_snapshots import (
     weight_versions,
     weights_are_finite,
 )
+from lightning_rlstab.callbacks.opefo_steps import StepLength
 from lightning_rlstab.callbacks.run_context import RunContext, switched
 from lightning_rlstab.control.interventions import GradientGuard, GradientRepairer, RolloutOwner, VoteBook
 from lightning_rlstab.control.opefo import (
@@ -51,7 +52,8 @@ class OPEFO(pl.Callback):
 
     When it acts: the floor every ``every_steps`` applied steps when too many second moments are tiny; feedback in the
     applied steps after a skip; a snapshot every ``every_steps`` applied steps of a healthy run; a rollback when
-    something non-finite got past the guards.
+    something non-finite got past the guards, or when Adam has made a step longer than its formula allows at the
+    schedule's learning rate: its second moments were spoilt, or the rate was.
 
     What it changes: tiny second moments are lifted, which only shortens steps; a skipped gradient is fed back in shares
     of 0.3, 0.3, 0.2, 0.2, rescaled to the gradient it is added to, after the guards have judged that gradient; a
@@ -92,6 +94,7 @@ class OPEFO(pl.Callback):
         self.snapshots = switched("snapshots", snapshots, SnapshotConfig)
         self.recovery = RecoveryState()
         self.keeper: SnapshotKeeper | None = None
+        self.step_length = StepLength() if self.snapshots is not None and self.snapshots.has_length_check else None
         self._run: RunContext | None = None
         self._gate: StepGate | None = None
         self._reduced: list[tuple[dict[str, Any], Any]] = []
@@ -214,6 +217,8 @@ class OPEFO(pl.Callback):
                 assert self._run is not None
                 self._run.event("skip", source="opefo", scope="step", norm=norms.total, reason=reason)
             self._gate.vote(Vote(source="opefo", action="skip", reason=reason))
+        if self.step_length is not None:
+            self.step_length.begin(trainer)
         if self.snapshots is not None:
             factor = learning_rate_factor(self.snapshots, self.recovery)
             if factor != 1.0:
@@ -262,10 +267,14 @@ class OPEFO(pl.Callback):
         self.recovery, due = step_recovery(self.snapshots, self.recovery, was_applied=was_applied, is_finite=is_finite)
         if was_recovering and not self.recovery.recovery_left:
             self._run.event("controller", source="opefo", name="learning_rate", reason="released after recovery")
-        is_healthy = self._run.agreed(weights_are_finite(trainer))
+        is_too_long = was_applied and self.step_length is not None and self.step_length.is_too_long()
+        are_weights_finite = weights_are_finite(trainer)
+        is_healthy = self._run.agreed(are_weights_finite and not is_too_long)
         self._checked_versions = weight_versions(trainer)
         if not is_healthy:
-            self._roll_back(trainer, pl_module, "the weights are not finite")
+            is_finite = self._run.agreed(are_weights_finite)
+            reason = "a step was longer than Adam can make it at the schedule's learning rate"
+            self._roll_back(trainer, pl_module, reason if is_finite else "the weights are not finite")
         elif due == "roll back":
             count = self.recovery.nonfinite_steps
             self._roll_back(trainer, pl_module, f"{count} steps in a row had a loss or gradient that is not finite")
@@ -353,6 +362,8 @@ class OPEFO(pl.Callback):
             readings["rlstab/opefo/snapshots"] = float(self.recovery.snapshots)
             readings["rlstab/opefo/snapshots_refused"] = float(self.recovery.refused)
             readings["rlstab/opefo/rollbacks"] = float(self.recovery.rollbacks)
+            if self.step_length is not None:
+                readings["rlstab/opefo/step_length_frac"] = self.step_length.last_frac
             readings["rlstab/opefo/lr_factor"] = learning_rate_factor(self.snapshots, self.recovery)
             readings["rlstab/opefo/quarantined_prompts"] = float(len(self.recovery.quarantine))
         return readings

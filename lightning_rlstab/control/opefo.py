@@ -189,6 +189,7 @@ class SnapshotConfig:
         max_nonfinite_steps: Steps in a row with a non-finite loss or gradient that are merely skipped; the next one
             rolls back.
         at_start: Whether the state before the first step is saved as well, so that there is always a way back.
+        has_length_check: Whether a step that moved the weights further than Adam can from a healthy state is undone.
     """
 
     every_steps: int = 500
@@ -199,6 +200,7 @@ class SnapshotConfig:
     max_rollbacks: int = 5
     max_nonfinite_steps: int = 8
     at_start: bool = True
+    has_length_check: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -211,6 +213,7 @@ class SnapshotConfig:
         integer("snapshots.max_rollbacks", self.max_rollbacks, at_least=1)
         integer("snapshots.max_nonfinite_steps", self.max_nonfinite_steps, at_least=1)
         flag("snapshots.at_start", self.at_start)
+        flag("snapshots.has_length_check", self.has_length_check)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,47 @@ from torch import Tensor
 
 from lightning_rlstab.core.histogram import LogHistogram
 
-__all__ = ["add_feedback_", "feedback_factor", "lift_", "lifted_count", "second_moment_floor", "tiny_frac"]
+__all__ = [
+    "adam_step_bound",
+    "add_feedback_",
+    "feedback_factor",
+    "lift_",
+    "lifted_count",
+    "second_moment_floor",
+    "tiny_frac",
+]
 
 _CHUNK = 1 << 20  # entries; bounds the extra memory at a few MB
+
+
+def adam_step_bound(step: int, beta1: float, beta2: float) -> float:
+    """Longest movement of a coordinate that Adam can make in one step, in units of the learning rate.
+
+    |m_hat| / sqrt(v_hat) <= (1 - beta1) / (1 - beta1^t) * sqrt((1 - beta2^t) / (1 - beta2)) * sqrt(sum_k r^k), k < t,
+    with r = beta1^2 / beta2, by Cauchy and Schwarz: m and v are weighted sums of the same gradients. It is reached by
+    gradients that grow by beta1 / beta2 from step to step. 1 at the first step, 7.27 in the long run for 0.9 and 0.999.
+    A longer step means that the state is not what these gradients made of it, or that the rate was another one.
+
+    Args:
+        step: Adam's own count t after the step, at least 1.
+        beta1: Memory of the first moment.
+        beta2: Memory of the second moment.
+
+    Returns:
+        The bound, without weight decay; inf where there is none (``beta1`` squared above ``beta2``).
+
+    Source:
+        Own; the bound in Kingma and Ba, arXiv 1412.6980, section 2.1, is of a single gradient among zeros.
+
+    Example:
+        >>> round(adam_step_bound(1, 0.9, 0.999), 6), round(adam_step_bound(100_000, 0.9, 0.999), 3)
+        (1.0, 7.271)
+    """
+    if beta1 * beta1 >= beta2:
+        return math.inf
+    ratio = beta1 * beta1 / beta2
+    series = (1 - ratio**step) / (1 - ratio)
+    return (1 - beta1) / (1 - beta1**step) * math.sqrt((1 - beta2**step) / (1 - beta2) * series)
 
 
 def tiny_frac(histogram: LogHistogram, eps: float) -> Tensor:

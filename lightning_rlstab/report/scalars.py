@@ -268,6 +268,13 @@ _OPEFO: tuple[Scalar, ...] = (
     ),
     Scalar("rlstab/opefo/rollbacks", "count", "Rollbacks since the start", "lower", (0.0, 0.0)),
     Scalar(
+        "rlstab/opefo/step_length_frac",
+        "1",
+        "Largest movement of a weight tensor in a step over the longest that Adam can make; above 1 is undone",
+        "lower",
+        (0.0, 1.0),
+    ),
+    Scalar(
         "rlstab/opefo/lr_factor", "1", "Factor on the schedule's learning rate; below 1 after a rollback", "context"
     ),
     Scalar("rlstab/opefo/quarantined_prompts", "count", "Prompts set aside after rollbacks", "context"),

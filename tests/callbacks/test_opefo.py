@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -402,6 +403,40 @@ def test_what_is_left_of_a_bad_rollout_goes_with_the_rollback(grpo_run: Callable
 def test_the_same_poison_every_time_stops_with_an_explanation(grpo_run: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match=r"after 2 rollbacks .*max_rollbacks.*resume from"):
         grpo_run(Poison("weights", *range(2, 30)), snapshots(max_rollbacks=2), max_steps=30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("lr_spike", 100.0), ("optimizer_state_underflow", 1e-16)], ids=["rate", "second moments"]
+)
+def test_a_step_longer_than_adam_can_make_is_undone(grpo_run: Callable[..., Any], kind: str, size: float) -> None:
+    """Finite, and the end of the policy all the same: the weights go back, and the run learns on."""
+    fault = {"kind": kind, "step": 25, "magnitude": size}
+    run = grpo_run(FireDrill([fault]), snapshots(every_steps=5), max_steps=30)
+    (rollback,) = run.events("rollback")
+    assert "longer than Adam can make it" in rollback["reason"]
+    moves = [float((b - a).abs().max()) for a, b in itertools.pairwise(run.watch.weights)]
+    assert max(moves[25:]) < 20 * max(moves[:24])
+    spoilt = grpo_run(FireDrill([fault]), snapshots(every_steps=5, has_length_check=False), max_steps=30)
+    assert spoilt.events("rollback") == []
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda weights: torch.optim.AdamW(weights, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.5),
+        lambda weights: torch.optim.Adam(weights, lr=1e-9),
+        lambda weights: torch.optim.SGD(weights, lr=10.0),
+        lambda weights: torch.optim.RAdam(weights, lr=1e-2),
+    ],
+    ids=["decay", "rounding", "no bound", "another formula"],
+)
+def test_no_healthy_step_counts_as_too_long(grpo_run: Callable[..., Any], optimizer: Any) -> None:
+    schedule = lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-3, 1.0, 10)  # noqa: E731
+    opefo = snapshots(every_steps=5)
+    run = grpo_run(opefo, max_steps=25, settings={"optimizer": optimizer, "lr_scheduler": schedule})
+    assert run.events("rollback") == []
+    assert opefo.step_length is not None
+    assert opefo.step_length.last_frac <= 1.0
 
 
 def test_one_nan_loss_is_skipped_and_many_in_a_row_roll_back(grpo_run: Callable[..., Any]) -> None:

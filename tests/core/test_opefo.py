@@ -8,6 +8,7 @@ import torch
 
 from lightning_rlstab.core.histogram import LogHistogram, log_histogram
 from lightning_rlstab.core.opefo import (
+    adam_step_bound,
     add_feedback_,
     feedback_factor,
     lift_,
@@ -144,3 +145,29 @@ def test_missing_gradients_are_passed_over_and_dtypes_may_differ() -> None:
     gradient = torch.ones(3, dtype=torch.bfloat16)
     add_feedback_([None, gradient], [torch.ones(3), torch.full((3,), 4.0)], 0.5)
     assert gradient.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.8, 0.99)])
+@pytest.mark.parametrize("steps", [1, 2, 17, 300])
+def test_adam_never_steps_further_than_the_bound_and_reaches_it(beta1: float, beta2: float, steps: int) -> None:
+    """Random gradients stay below; those that grow by beta1 / beta2 from step to step meet it."""
+    source = torch.Generator().manual_seed(steps)
+    random = torch.randn(steps, 500, generator=source, dtype=torch.float64).exp() * torch.randn(
+        steps, 500, generator=source, dtype=torch.float64
+    )
+    worst = torch.tensor([(beta1 / beta2) ** (steps - 1 - at) for at in range(steps)], dtype=torch.float64)
+    gradients = torch.cat([random, worst.unsqueeze(1)], dim=1)
+    weight = torch.zeros(501, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=(beta1, beta2), eps=0.0)
+    for gradient in gradients:
+        before = weight.detach().clone()
+        weight.grad = gradient
+        optimizer.step()
+    moved = (weight.detach() - before).abs()
+    bound = adam_step_bound(steps, beta1, beta2)
+    assert float(moved.max()) <= bound * (1 + 1e-9)
+    assert float(moved[-1]) == pytest.approx(bound, rel=1e-6)
+
+
+def test_there_is_no_bound_where_the_first_moment_remembers_longer() -> None:
+    assert adam_step_bound(10, 0.99, 0.9) == math.inf
