@@ -61,8 +61,9 @@ class OPEFO(pl.Callback):
     for good, and multiplies whatever learning rate the schedule says by 0.3 for 100 applied steps.
     ``trainer.global_step`` and the place in the data go on. With all three off the run is plain GRPO bit for bit.
 
-    What it costs: one pass over the weights per optimizer step and a copy of 256 of each tensor; a pass over the second moments per look; one copy of
-    the gradient per pending skip; one copy of the state per snapshot, written in the background.
+    What it costs: one pass over the weights per optimizer step and a copy of 256 of each tensor; a pass over the second
+    moments per look; one copy of the gradient per pending skip; one copy of the state per snapshot, written in the
+    background.
 
     What survives a resume: residuals of every rank, the reduced learning rate, the prompts set aside, all counts.
 
