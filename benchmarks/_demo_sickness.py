@@ -128,6 +128,7 @@ class Sick:
         reward: Of the onset; None for the exact sum throughout.
         settings: Of the module.
         restarts: Whether the run dies, is resumed and dies again.
+        shows_after: Steps from the fault to the first number that it can spoil.
     """
 
     causes: tuple[str, ...]
@@ -136,6 +137,7 @@ class Sick:
     reward: Callable[[int], Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: bool = False
+    shows_after: int = 0
 
 
 def _drill(kind: str, *, lasts: bool = False, **fields: Any) -> Callable[[int], list[pl.Callback]]:
@@ -153,14 +155,14 @@ def _spoiled(factor: Callable[[int], float]) -> Callable[[int], list[pl.Callback
 _NON_FINITE = ("nan_logprobs", "nan_loss", "nan_gradient")
 _SPIKE = ("gradient_spike", "mismatch")
 
-_FAST = {"beta": 0.01, "learning_rate": 5e-4}  # so that entropy has moved far before the run ends
+_FAST = {"learning_rate": 5e-4}  # so that entropy has moved far before the run ends
 
 SICK: dict[str, Sick] = {
     "gradient_nan": Sick(("nan_gradient",), 5, _drill("gradient_nan")),
     "gradient_inf": Sick(("nan_gradient",), 5, _drill("gradient_inf")),
     "loss_nan": Sick(("nan_loss", "nan_gradient"), 5, _drill("loss_nan")),
     "parameter_nan": Sick(_NON_FINITE, 5, _drill("parameter_nan")),
-    "optimizer_state_nan": Sick(_NON_FINITE, 5, _drill("optimizer_state_nan")),
+    "optimizer_state_nan": Sick(_NON_FINITE, 5, _drill("optimizer_state_nan"), shows_after=1),
     "reward_nan": Sick(("nan_reward",), 5, _drill("reward_nan")),
     "reward_nan_from_function": Sick(
         ("nan_reward",),
@@ -190,7 +192,6 @@ SICK: dict[str, Sick] = {
         50,
         reward=lambda onset: Changing(onset, lambda row, text: text.count("7") / max(len(text), 1)),
     ),
-    "length_hacking": Sick(("held_out_gap", "reward_hacking"), 50, _drill("reward_hacking", lasts=True, magnitude=2.0)),
 }
 """Kind to how it is made."""
 
@@ -281,4 +282,4 @@ def train(folder: Path, policy: Path, *, seed: int, steps: int, sick: Sick | Non
         with contextlib.suppress(RuntimeError):  # weights that are NaN cannot be sampled from
             trainer.fit(module, PromptDataModule(*prompts(seed)), ckpt_path=checkpoint)
     saved.unlink(missing_ok=True)
-    return lives[-1][0]
+    return lives[-1][0] + (sick.shows_after if sick else 0)

@@ -39,6 +39,7 @@ FINAL_SCORES = tuple(
 
 _MARKED = frozenset({"spike", "skip", "rollback", "alarm", "quarantine", "filter", "fire_drill", "clip"})
 _LAYOUT_STEPS = 2
+_WEIGHTS_EVERY_STEPS = 10  # as StabilityMonitor looks at them
 _MOST_VALUES = 100_000
 
 
@@ -73,6 +74,8 @@ class MonitorBoard:
         writers = [one for one in experiments if hasattr(one, "add_custom_scalars") and hasattr(one, "add_image")]
         is_evaluated = trainer.enable_validation and trainer.limit_val_batches != 0
         extra = {"val/reward", "rlstab/monitor/held_out_gap"} if is_evaluated else set()
+        if trainer.max_steps < 0 or trainer.max_steps >= _WEIGHTS_EVERY_STEPS:
+            extra.add("rlstab/monitor/weights_moved")
         return cls(writers, events, extra_names=extra, has_pictures=has_pictures)
 
     def hyper_parameters(self, values: Mapping[str, int | float | str]) -> None:

@@ -173,8 +173,8 @@ def _explains(cause: Finding, effect: Finding) -> bool:
         return False
     if cause.cause == "restart_death":
         return True
-    if CAUSES[cause.cause].death == "idle":  # dated exactly, but recognised late
-        return cause.first_step < effect.alarm_step
+    if CAUSES[cause.cause].death == "idle":  # dated exactly, but recognised late; trends are dated roughly
+        return cause.first_step < min(effect.alarm_step, effect.first_step + 10)
     # What shows in a single step is dated exactly, trends only to within their own length.
     slack = 0 if cause.cause in HARD_CAUSES else max(10, 3 * (effect.alarm_step - effect.first_step))
     return cause.first_step <= effect.first_step + slack

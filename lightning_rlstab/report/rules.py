@@ -165,9 +165,10 @@ def gradient_drift(view: View) -> Evidence | None:
     if not level.is_settled:
         return None
     usual, base = math.exp(level.level), math.exp(level.base)
+    if usual <= config.drift_ratio * base or usual <= config.drift_floor:
+        return None
     earlier = view.past("grad_norm", least=10, most=30)
-    is_high = usual > config.drift_ratio * base and usual > config.drift_floor
-    if not is_high or not earlier or level.level < max(value for _, value in earlier) + 0.05:
+    if not earlier or level.level < max(value for _, value in earlier) + 0.05:
         return None
     since = _onset(view, "grad_norm", level.base + 0.3 * (level.level - level.base), is_rise=True)
     words = f"usual grad_norm {usual:.3g} > {config.drift_ratio:g} x initial {base:.3g} and still rising"
@@ -203,10 +204,13 @@ def entropy_collapse(view: View) -> Evidence | None:
     A policy also grows sure of itself on a plateau: while the reward stands at its best, it may fall further.
     """
     entropy, reward = view.level("entropy"), view.level("reward")
-    has_fallen = _fall(view, "reward", 0.1) is not None
-    limit = view.config.entropy_ratio * (1.0 if has_fallen else _PLATEAU)
+    limit = view.config.entropy_ratio
     if not entropy.is_settled or entropy.level > limit * entropy.base or is_solved(view):
         return None
+    if _fall(view, "reward", 0.1) is None:
+        limit *= _PLATEAU
+        if entropy.level > limit * entropy.base:
+            return None
     started = [mark for mark in view.past("entropy", least=10, most=80) if mark[1] > 1.6 * entropy.level]
     if not started:  # low, but no longer falling
         return None
@@ -219,7 +223,11 @@ def entropy_collapse(view: View) -> Evidence | None:
         f"entropy {entropy.level:.3g} < {limit:g} x initial {entropy.base:.3g} and fell by "
         f"more than 1.6 since step {since}, while reward went {gain:+.3g}"
     )
-    return Evidence(words, {"entropy": entropy.level, "initial": entropy.base, "reward_gain": gain}, since)
+    # The fall began before it had reached its size.
+    high = 0.8 * max(value for _, value in view.past("entropy", least=0, most=80))
+    began = _onset(view, "entropy", high, is_rise=False)
+    figures = {"entropy": entropy.level, "initial": entropy.base, "reward_gain": gain}
+    return Evidence(words, figures, since if began is None else min(began, since))
 
 
 def entropy_explosion(view: View) -> Evidence | None:
@@ -385,11 +393,13 @@ def reward_outlier(view: View) -> Evidence | None:
 
 
 def reward_collapse(view: View) -> Evidence | None:
-    """Reward lost more than half of its scale."""
-    fall = _fall(view, "reward", 0.5)
-    if fall is None or view.before.readings < 30 or fall <= 6.0 * view.level("reward").noise:
+    """Reward lost more than half of its scale; of noisy rewards, nearly all of it."""
+    level, fall = view.level("reward"), _fall(view, "reward", 0.5)
+    if fall is None or view.before.readings < 30:
         return None
-    level = view.level("reward")
+    is_almost_all = _fall(view, "reward", 0.8) is not None
+    if fall <= (3.5 if is_almost_all else 6.0) * level.noise:
+        return None
     past = view.past("reward", least=5, most=100)
     since = max(past, key=lambda mark: mark[1])[0]
     return Evidence(f"reward {level.level:.3g} fell by {fall:.3g} since step {since}", {"reward_fall": fall}, since)
