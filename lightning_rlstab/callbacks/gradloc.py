@@ -104,7 +104,7 @@ class GradLoc(pl.Callback):
         self.ladder = LadderSettings(search=search, top_k=top_k, probe_budget=probe_budget, culprit_frac=culprit_frac)
         self.state = TriggerState()
         self.last_finding: Finding | None = None
-        self.has_repaired_step = False
+        self.has_repaired_step = self.is_step_spoilt = False
         self._run: RunContext | None = None
         self._pending: dict[str, float] | None = None
         self._probe: GradientProbe | None = None
@@ -143,7 +143,7 @@ class GradLoc(pl.Callback):
     ) -> None:
         """Look at the complete gradient; on a spike, search and act."""
         assert self._read_norms is not None
-        self.has_repaired_step = False
+        self.has_repaired_step = self.is_step_spoilt = False
         policy: Any = pl_module
         tokens = _window_tokens(pl_module, trainer)
         norms = self._read_norms()
@@ -182,7 +182,9 @@ class GradLoc(pl.Callback):
         self.has_repaired_step = done in ("removed", "micro-batch skipped")
         self._remember(finding, tokens, norm)
         summary = self._report(trainer, pl_module, finding, oracle, done)
-        if done == "skipped":
+        # A layer that explodes on every token, or a mismatch of all of them, leaves no part that could be fed back.
+        self.is_step_spoilt = done == "skipped" and finding.verdict in ("layer", "systematic")
+        if done == "skipped" and not self.is_step_spoilt:
             self._tell_dropped(trainer, pl_module)
         self._vote(trainer, done, summary)
         return _readings(finding, self.state)

@@ -184,7 +184,8 @@ class OPEFO(pl.Callback):
         assert self._run is not None
         is_unchanged = self._checked_versions == weight_versions(trainer)
         if not self._run.agreed(is_unchanged or weights_are_finite(trainer)):
-            self._roll_back(trainer, pl_module, "the weights were not finite before the step")
+            # Nothing was trained since they were: no batch is to blame.
+            self._roll_back(trainer, pl_module, "the weights were not finite before the step", has_culprit=False)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Note a loss that is not finite, without waiting for the device."""
@@ -208,7 +209,8 @@ class OPEFO(pl.Callback):
         self._is_step_finite = norms.is_finite and is_loss_finite
         is_skipped = not self._is_step_finite or self._is_voted_down()
         if self.error_feedback is not None:
-            if is_skipped and not self.error_feedback.has_captured and is_loss_finite:
+            is_left = not self.error_feedback.has_captured and not _is_spoilt(trainer)
+            if is_skipped and is_left and is_loss_finite:
                 self.error_feedback.capture(trainer, norms)
             elif not is_skipped:
                 self.error_feedback.feed(trainer, norms)
@@ -301,7 +303,9 @@ class OPEFO(pl.Callback):
         path = self.keeper.take()
         self._run.event("snapshot", source="opefo", is_taken=True, path=str(path), reason="healthy")
 
-    def _roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule, reason: str) -> None:
+    def _roll_back(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, reason: str, *, has_culprit: bool = True
+    ) -> None:
         assert self.snapshots is not None
         assert self.keeper is not None
         assert self._run is not None
@@ -316,7 +320,7 @@ class OPEFO(pl.Callback):
             )
         if path is None:
             self._give_up(f"{reason}, and there is no snapshot to go back to")
-        own = _window_fingerprints(pl_module)
+        own = _window_fingerprints(pl_module) if has_culprit else ()
         everyone = tuple(name for names in self._run.per_rank(list(own)) for name in names)
         self.recovery = after_rollback(self.snapshots, self.recovery, everyone)
         if isinstance(pl_module, RolloutOwner):
@@ -396,10 +400,19 @@ class OPEFO(pl.Callback):
             self.recovery = RecoveryState(**{**state["recovery"], "quarantine": quarantine})
 
 
+def _repairers(trainer: pl.Trainer) -> list[GradientRepairer]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, GradientRepairer)]
+
+
 def _is_repaired(trainer: pl.Trainer) -> bool:
     """Whether a callback has taken what spoilt the loss out of this step's gradient."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(each, GradientRepairer) and each.has_repaired_step for each in callbacks)
+    return any(each.has_repaired_step for each in _repairers(trainer))
+
+
+def _is_spoilt(trainer: pl.Trainer) -> bool:
+    """Whether a callback has found this step's gradient bad as a whole."""
+    return any(each.is_step_spoilt for each in _repairers(trainer))
 
 
 def _fingerprints(rollout: Rollout) -> list[str]:

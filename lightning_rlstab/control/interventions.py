@@ -27,10 +27,13 @@ class GradientGuard(Protocol):
 
 @runtime_checkable
 class GradientRepairer(Protocol):
-    """A callback that can take what spoilt a step out of its gradient."""
+    """A callback that can take what spoilt a step out of its gradient, and knows when it cannot."""
 
     has_repaired_step: bool
     """Whether ``.grad`` of the current step was rebuilt, so that a loss of NaN no longer speaks against it."""
+
+    is_step_spoilt: bool
+    """Whether the current step's gradient is bad as a whole, so that nobody should keep it for later."""
 
 
 @runtime_checkable

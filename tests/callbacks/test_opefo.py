@@ -359,6 +359,25 @@ def test_a_nan_loss_whose_token_gradloc_took_out_is_applied(grpo_run: Callable[.
     assert run.weights.isfinite().all()
 
 
+def test_an_exploding_layer_is_not_fed_back(grpo_run: Callable[..., Any]) -> None:
+    """The skipped gradient is bad as a whole: in shares it would explode that layer four times more."""
+    fault = {"kind": "layer_explosion", "step": 6, "magnitude": 1e4}
+    opefo = only(error_feedback=True)
+    gradloc = GradLoc(warmup_steps=3, min_norm=0.0)
+    run = grpo_run(FireDrill([fault]), gradloc, GEPO(guard=GUARD), opefo, max_steps=9)
+    (spike,) = run.events("spike")
+    assert (spike["verdict"], spike["action"]) == ("layer", "skipped")
+    assert opefo.error_feedback is not None
+    assert opefo.error_feedback.state.stored == 0
+
+
+def test_weights_spoilt_between_two_steps_are_no_batchs_fault(grpo_run: Callable[..., Any]) -> None:
+    opefo = snapshots()
+    run = grpo_run(Poison("weights", 5), opefo, max_steps=8)
+    assert len(run.events("rollback")) == 1
+    assert opefo.recovery.quarantine == ()
+
+
 def test_a_skip_of_its_own_is_written_down_once(grpo_run: Callable[..., Any]) -> None:
     alone = grpo_run(Poison("loss", 3), OPEFO(), max_steps=5)
     assert [event["source"] for event in alone.events("skip")] == ["opefo"]

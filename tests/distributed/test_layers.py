@@ -191,7 +191,7 @@ def test_weights_spoiled_on_one_rank_are_rolled_back_on_both(grpo: Any, strategy
     for rank in both:
         assert rank["memories"]["recovery"].rollbacks == 1
         assert rank["weights"][-1].isfinite().all()
-        assert len(rank["memories"]["recovery"].quarantine) > 0
+        assert rank["memories"]["recovery"].quarantine == ()  # spoilt between two steps: no batch is to blame
     assert torch.equal(both[0]["weights"][-1], both[1]["weights"][-1])
     assert both[0]["memories"] == both[1]["memories"]
     events = [event for event in read_events(next(tmp_path.rglob("events.jsonl"))) if event["event"] == "rollback"]
