@@ -38,7 +38,7 @@ def skip_by_clearing(optimizers: Iterable[Optimizer]) -> None:
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
-        >>> weight.grad = torch.full((1,), math.nan)
+        >>> weight.grad = torch.full((1,), float("nan"))
         >>> skip_by_clearing([optimizer])
         >>> optimizer.step(), weight.item(), dict(optimizer.state)
         (None, 1.0, {})

@@ -48,7 +48,7 @@ def adam_step_bound(step: int, beta1: float, beta2: float) -> float:
 
     Example:
         >>> round(adam_step_bound(1, 0.9, 0.999), 6), round(adam_step_bound(100_000, 0.9, 0.999), 3)
-        (1.0, 7.271)
+        (1.0, 7.27)
     """
     if beta1 * beta1 >= beta2:
         return math.inf
