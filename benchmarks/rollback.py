@@ -3,9 +3,11 @@
     python benchmarks/rollback.py [--quick] [--runs 20]
 
 Every run has GEPO's guard and OPEFO. At a random step one thing is spoiled, in turn: an entry of the weights (NaN), of
-the optimizer's second moments (NaN), or the loss of the step (NaN). The bar: every run ends with finite weights and a
-held-out accuracy within two standard deviations of the mean of clean runs, and the same poison at every step stops it
-with an explanation after ``max_rollbacks``.
+the optimizer's second moments (NaN), or the loss of the step (NaN). The bar: every run answers at the poisoned step and
+ends with finite weights and a held-out accuracy within three standard deviations of the mean of clean runs (of twenty
+healthy runs every third set has one below two), the paired difference from the clean runs does not lie below 0 by more
+than twice its standard error, and the same poison at every step stops the run with an explanation after
+``max_rollbacks``.
 """
 
 from __future__ import annotations
@@ -94,22 +96,25 @@ def main() -> None:
             flush=True,
         )
     mean, deviation = statistics.mean(clean), statistics.stdev(clean)
-    within = sum(accuracy >= mean - 2 * deviation for accuracy in poisoned)
+    within = sum(accuracy >= mean - 3 * deviation for accuracy in poisoned)
+    below_two = [sum(accuracy < mean - 2 * deviation for accuracy in runs) for runs in (poisoned, clean)]
     gaps = [one - other for one, other in zip(poisoned, clean, strict=True)]
+    gap, error = statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(count)
     stop = explained_stop(policy, tokenizer)
     figures = {
         "name": "rollback",
         "value": recovered,
         "bar": count,
-        "ok": recovered == count and within == count and "max_rollbacks" in stop,
+        "ok": recovered == count and within == count and gap + 2 * error >= 0 and "max_rollbacks" in stop,
         "what": "poisoned runs that recovered within the run, of so many",
         "runs": count,
-        "within_two_deviations_of_clean": within,
+        "within_three_deviations_of_clean": within,
+        "below_two_deviations": {"poisoned": below_two[0], "clean": below_two[1]},
         "clean_accuracy": round(mean, 4),
         "clean_deviation": round(deviation, 4),
         "poisoned_accuracy": round(statistics.mean(poisoned), 4),
-        "paired_gap": round(statistics.mean(gaps), 4),
-        "paired_gap_error": round(statistics.stdev(gaps) / math.sqrt(count), 4),
+        "paired_gap": round(gap, 4),
+        "paired_gap_error": round(error, 4),
         "steps": STEPS,
         "stop_says": stop[:160],
     }
