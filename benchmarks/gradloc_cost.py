@@ -261,7 +261,7 @@ def picture(growth: list[dict[str, Any]]) -> str:
         "reference search": [(row["tokens"], row["search"]) for row in by_tokens if "search" in row],
         "ladder": [(row["tokens"], row["ladder"]) for row in by_tokens],
     }
-    curves |= {f"{row['micro_batches']} micro-batches": [(row["tokens"], row["ladder"])] for row in cut}
+    curves |= {f"cut into {row['micro_batches']}": [(row["tokens"], row["ladder"])] for row in cut}
     title = "Naming the culprits of a spike: cost in sweeps of the step (4 micro-batches)"
     return log_chart(title, "loss tokens in the step", "forward+backward sweeps", curves, bar=(0.8, "bar 0.8"))
 
