@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce")
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#8a5a00")
 _TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
 _LEFT, _TOP, _WIDTH, _HEIGHT = 78, 46, 500, 330
 
@@ -17,6 +17,7 @@ def log_chart(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     *,
     bar: tuple[float, str] | None = None,
+    dots: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> str:
     """Curves of positive numbers over positive numbers, both axes logarithmic.
 
@@ -26,6 +27,7 @@ def log_chart(
         y_label: Beside the vertical axis.
         curves: Name to points (x, y).
         bar: A height to draw as a dashed line, and its words.
+        dots: Name of a curve to points drawn on it; None for every point of every curve.
 
     Returns:
         The SVG document.
@@ -67,7 +69,8 @@ def log_chart(
         ordered = sorted(curve)
         line = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in ordered)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
-        parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="4" fill="{colour}"/>' for x, y in ordered]
+        shown = ordered if dots is None else dots.get(name, ())
+        parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="4" fill="{colour}"/>' for x, y in shown]
         end = ordered[-1]
         words = _TEXT.replace("#222", colour)
         parts.append(f'<text x="{across(end[0]) + 10:.1f}" y="{down(end[1]) - 8:.1f}" {words}>{name}</text>')

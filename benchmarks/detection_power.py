@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _plots import log_chart
 from torch import Tensor
 
 from lightning_rlstab.control.clips import HeadNormConfig, HeadNormState, head_norm_limit, head_norm_step
@@ -948,61 +949,28 @@ def chance(value: float) -> str:
 
 
 STAGES = {
-    "trigger": ("the trigger fires", "#c1272d"),
-    "search": ("search alone finds it", "#8a5a00"),
-    "naming": ("shares alone name it", "#6a3d9a"),
-    "top_share": ("it has the largest share", "#1f78b4"),
-    "head_norm": ("its head norm stands out", "#2e7d32"),
+    "trigger": "the trigger fires",
+    "search": "search alone finds it",
+    "naming": "shares alone name it",
+    "top_share": "it has the largest share",
+    "head_norm": "its head norm stands out",
 }
 
 
 def picture(results: Mapping[str, Any], dims: int) -> str:
-    """An SVG: the ratio from which each stage sees half of the culprits, over N; rings where the simulation crossed."""
-    left, top, width, height = 78, 46, 500, 330
-    n_low, n_high, r_low, r_high = 3.0, 7.0, 0.0, 4.6
-
-    def x(tokens: float) -> float:
-        return left + (math.log10(tokens) - n_low) / (n_high - n_low) * width
-
-    def y(ratio: float) -> float:
-        return top + (r_high - math.log10(ratio)) / (r_high - r_low) * height
-
-    text = 'font-family="sans-serif" font-size="13" fill="#222"'
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 440" role="img">',
-        '<rect width="800" height="440" fill="#ffffff"/>',
-        f'<text x="{left}" y="26" {text} font-weight="bold">How large must one culprit be to be seen? '
-        f"(D = {dims:,})</text>",
-    ]
-    for power in range(3, 8):
-        at = x(10.0**power)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + height}" stroke="#e3e3e3"/>')
-        label = {3: "1 thousand", 4: "10 thousand", 5: "100 thousand", 6: "1 million", 7: "10 million"}[power]
-        parts.append(f'<text x="{at:.1f}" y="{top + height + 20}" text-anchor="middle" {text}>{label}</text>')
-    for power in range(5):
-        at = y(10.0**power)
-        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e3e3"/>')
-        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end" {text}>{10**power:,}</text>')
-    below, middle = top + height + 44, left + width / 2
-    parts.append(f'<text x="{middle}" y="{below}" text-anchor="middle" {text}>loss tokens in the step</text>')
-    parts.append(
-        f'<text transform="translate(18 {top + height / 2}) rotate(-90)" text-anchor="middle" {text}>'
-        "culprit's norm over a usual token's</text>"
-    )
-    grid = [round(10 ** (n_low + (n_high - n_low) * index / 40)) for index in range(41)]
+    """An SVG: the ratio from which each stage sees half of the culprits, over N; dots where the simulation crossed."""
+    grid = [round(10 ** (3 + index / 10)) for index in range(41)]
     ratios = [half_power_ratios(tokens, dims, 4) for tokens in grid]
-    for name, (words, colour) in STAGES.items():
-        curve = [(tokens, half[name]) for tokens, half in zip(grid, ratios, strict=True)]
-        points = " ".join(f"{x(tokens):.1f},{y(ratio):.1f}" for tokens, ratio in curve)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
-        for tokens, ratio in results["crossings"].get(name, []):
-            ring = f'cx="{x(tokens):.1f}" cy="{y(ratio):.1f}" r="4.5" fill="#fff"'
-            parts.append(f'<circle {ring} stroke="{colour}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{left + width + 10}" y="{y(curve[-1][1]) + 4:.1f}" {text.replace("#222", colour)}>{words}</text>'
-        )
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    return log_chart(
+        f"How large must one culprit be to be seen? (D = {dims:,})",
+        "loss tokens in the step",
+        "culprit's norm over a usual token's",
+        {
+            words: [(tokens, half[name]) for tokens, half in zip(grid, ratios, strict=True)]
+            for name, words in STAGES.items()
+        },
+        dots={words: results["crossings"].get(name, []) for name, words in STAGES.items()},
+    )
 
 
 def crossings(

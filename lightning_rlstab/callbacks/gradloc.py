@@ -185,7 +185,9 @@ class GradLoc(pl.Callback):
         # A layer that explodes on every token, or a mismatch of all of them, leaves no part that could be fed back.
         self.is_step_spoilt = done == "skipped" and finding.verdict in ("layer", "systematic")
         if done == "skipped" and not self.is_step_spoilt:
-            self._tell_dropped(trainer, pl_module)
+            # Whoever keeps skipped gradients may look: the culprits are out of this one where they could be.
+            assert self._read_norms is not None
+            tell_dropped(trainer, pl_module, self._read_norms())
         self._vote(trainer, done, summary)
         return _readings(finding, self.state)
 
@@ -283,11 +285,6 @@ class GradLoc(pl.Callback):
             if writer is not None and hasattr(writer, "add_text"):
                 writer.add_text("rlstab/gradloc/spike", summary, trainer.global_step)
         return summary
-
-    def _tell_dropped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Whoever keeps skipped gradients may look at this one: the culprits are out of it where they could be."""
-        assert self._read_norms is not None
-        tell_dropped(trainer, pl_module, self._read_norms())
 
     def _vote(self, trainer: pl.Trainer, done: str, reason: str) -> None:
         actions: dict[str, Literal["skip", "stop"]] = {"skipped": "skip", "stopped": "stop"}

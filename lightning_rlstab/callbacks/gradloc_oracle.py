@@ -10,33 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rlstab.callbacks.gradloc_signals import entropy_slope, gathered_signals, local_slope
-from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, WindowEntry
+from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, TokenSource, WindowEntry
 from lightning_rlstab.gradloc.oracle import SubsetGradient, TokenAddress
 from lightning_rlstab.rollout.records import Rollout
 
-__all__ = ["NormReader", "StatisticsModule", "StepOracle"]
+__all__ = ["NormReader", "StepOracle"]
 
 NormReader = Callable[[], GradientNorms]
 
 _FORWARD_SWEEPS = 1 / 3  # a backward pass costs twice its forward
 _ROUNDING = 3e-7
 _EXACTNESS = 1e-5
-
-
-class StatisticsModule(Protocol):
-    """A policy module whose forward can be asked for log-probs and entropies of any rows."""
-
-    window: list[WindowEntry]
-
-    def token_statistics(self, rollout: Rollout) -> Any:
-        """``logprobs`` and ``entropy``, (batch, time) each, with gradient."""
-        ...
 
 
 class StepOracle:
@@ -59,7 +49,7 @@ class StepOracle:
 
     def __init__(
         self,
-        module: StatisticsModule,
+        module: TokenSource,
         probe: GradientProbe,
         read_norms: NormReader,
         *,

@@ -92,10 +92,11 @@ class LayerClip(pl.Callback):
                         parameter.grad.mul_(scale)
         self._pending = (norms, scales)
         assert self._log is not None
+        clipped = sum(scale < 1 for scale in scales.values())
         if measured.is_finite and self.state.steps >= self.config.warmup_steps:
-            self._log.note(sum(scale < 1 for scale in scales.values()), len(scales))
+            self._log.note(clipped, len(scales))
         readings = {
-            "rlstab/clips/layers_clipped": float(sum(scale < 1 for scale in scales.values())),
+            "rlstab/clips/layers_clipped": float(clipped),
             "rlstab/clips/smallest_layer_scale": min(scales.values(), default=1.0),
         }
         pl_module.log_dict(readings, on_step=True, on_epoch=False, batch_size=1)

@@ -120,6 +120,7 @@ class StabilityMonitor(pl.Callback):
         self._repetition: float | None = None
         self._valueless: Tensor | None = None
         self._run: RunContext | None = None
+        self._read_norms: Callable[[], GradientNorms] | None = None
         self._applied, self._skipped = 0, 0
         self._best_held_out = -math.inf
         self._is_over = False
@@ -132,6 +133,10 @@ class StabilityMonitor(pl.Callback):
         self._seen_step, self._seen_tokens, self._is_over = trainer.global_step, -1.0, False
         self._weights = self._weight_samples(trainer)
         self._run, self._valueless = RunContext(trainer), None
+        # Not by a stock strategy's stand-in gate: that one remembers what it measured for the guards to come. Where
+        # gradients are sharded and nobody adds the pieces up, there is no norm before the guards.
+        has_norms = isinstance(trainer.strategy, StepGate | SingleDeviceStrategy | DDPStrategy)
+        self._read_norms = probe_and_norms(trainer, pl_module)[1] if has_norms else None
         if self.state.readings:
             has_died = trainer.strategy.broadcast(self._has_died())
             self.state = restarted(self.state, at_step=trainer.global_step, has_died=bool(has_died))
@@ -197,21 +202,11 @@ class StabilityMonitor(pl.Callback):
         """Take the norm of the gradient as it came, and the names of weights that got none."""
         named = [(name, one) for name, one in pl_module.named_parameters() if one.requires_grad]
         self._without_gradient = [name for name, one in named if one.grad is None]
-        norms = self._norms(trainer, pl_module)
-        if norms is not None:
+        if self._read_norms is not None:
+            norms = self._read_norms()
             self._norm = norms.total
             if _is_due(self.layer_norms_every_n_steps, trainer.global_step):
                 self._layer_norms = {f"rlstab/layer_norm/{name}": norm for name, norm in norms.per_layer.items()}
-
-    @staticmethod
-    def _norms(trainer: pl.Trainer, pl_module: pl.LightningModule) -> GradientNorms | None:
-        """Norms before any guard has acted; None where gradients are sharded and nobody adds the pieces up.
-
-        Not by a stock strategy's stand-in gate: that one remembers what it measured for the guards to come.
-        """
-        if isinstance(trainer.strategy, StepGate | SingleDeviceStrategy | DDPStrategy):
-            return probe_and_norms(trainer, pl_module)[1]()
-        return None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -17,24 +17,13 @@ from lightning_rlstab.report.events import EventTail
 from lightning_rlstab.report.heat import layer_token_image, strip_image, strip_of
 from lightning_rlstab.report.layout import custom_scalars
 from lightning_rlstab.report.memory import Finding
+from lightning_rlstab.report.scalars import SCALARS
 from lightning_rlstab.report.words import alarm_sentence, rollouts_markdown, spike_card
 from lightning_rlstab.rollout.records import Rollout
 
 __all__ = ["FINAL_SCORES", "MonitorBoard"]
 
-FINAL_SCORES = tuple(
-    f"final/{name}"
-    for name in (
-        "held_out_reward",
-        "best_held_out_reward",
-        "reward",
-        "steps_applied",
-        "steps_skipped",
-        "spikes",
-        "rollbacks",
-        "alarms",
-    )
-)
+FINAL_SCORES = tuple(name for name in SCALARS if name.startswith("final/"))
 """Scores beside the hyper-parameters, in the order of their columns."""
 
 _MARKED = frozenset({"spike", "skip", "rollback", "alarm", "quarantine", "filter", "fire_drill", "clip"})

@@ -176,7 +176,7 @@ def test_a_bound_that_a_page_includes_is_taken(
         for limit in re.findall(r"(?:at least|at most) (-?[\d.]+)", words):
             value = int(limit) if "whole" in words else float(limit)
             if (kind, name) not in TIED:
-                kind(**{**REQUIRED.get(kind, {}), name: value})
+                assert type(kind(**{**REQUIRED.get(kind, {}), name: value})) is kind
 
 
 # Settings whose bound is refused by the default of another one.
@@ -254,7 +254,9 @@ def test_a_python_block_parses_and_its_imports_from_the_package_resolve(code: st
     tree = ast.parse(textwrap.dedent(code).replace(", ...)", ")"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_rlstab"):
-            exec(compile(ast.Module([node], []), "page", "exec"), {})
+            names: dict[str, Any] = {}
+            exec(compile(ast.Module([node], []), "page", "exec"), names)
+            assert {alias.asname or alias.name for alias in node.names} <= names.keys()
 
 
 NEEDED = """
