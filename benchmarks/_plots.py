@@ -50,11 +50,11 @@ def log_chart(
     for value in _ticks(x_low, x_high):
         at = across(value)
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}" stroke="#e3e3e3"/>')
-        parts.append(f'<text x="{at:.1f}" y="{_TOP + _HEIGHT + 20}" text-anchor="middle" {_TEXT}>{value:,g}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{_TOP + _HEIGHT + 20}" text-anchor="middle" {_TEXT}>{value:,.10g}</text>')
     for value in _ticks(y_low, y_high):
         at = down(value)
         parts.append(f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e3e3"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" {_TEXT}>{value:,g}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" {_TEXT}>{value:,.10g}</text>')
     parts.append(
         f'<text x="{_LEFT + _WIDTH / 2}" y="{_TOP + _HEIGHT + 44}" text-anchor="middle" {_TEXT}>{x_label}</text>'
     )
