@@ -43,15 +43,26 @@ class Evaluation:
 _STATES: dict[str, dict[str, Any]] = {}
 
 
+def keep_accelerate_state() -> None:
+    """Remember accelerate's global state as the session's trainer has made it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    _STATES.update({s.__name__: dict(s._shared_state) for s in (AcceleratorState, PartialState, GradientState)})
+
+
+def restore_accelerate_state() -> None:
+    """Give the session's trainer its accelerate state back: every ``TrainingArguments`` that a test builds wipes it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.update(_STATES[state.__name__])
+
+
 @pytest.fixture(autouse=True)
 def _accelerate_state(request: pytest.FixtureRequest) -> None:
-    """Give the session's trainer its accelerate state back: every ``TrainingArguments`` that a test builds wipes it."""
     if "trl_trainer" in request.fixturenames:
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
         request.getfixturevalue("trl_trainer")
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._shared_state.update(_STATES.setdefault(state.__name__, dict(state._shared_state)))
+        restore_accelerate_state()
 
 
 @pytest.fixture(scope="session")
@@ -99,13 +110,15 @@ def trl_trainer(policy: nn.Module, byte_tokenizer: Any, tmp_path_factory: pytest
             disable_dropout=True,
             temperature=TEMPERATURE,
         )
-        return GRPOTrainer(
+        trainer = GRPOTrainer(
             model=copy.deepcopy(policy),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=config,
             train_dataset=Dataset.from_list([{"prompt": "ab"}] * 12),
             processing_class=byte_tokenizer,
         )
+    keep_accelerate_state()
+    return trainer
 
 
 @pytest.fixture(scope="session")
@@ -187,6 +200,7 @@ class Case:
 @pytest.fixture(scope="session")
 def policy_logprobs(trl_trainer: Any, trl_inputs: dict[str, Tensor]) -> Tensor:
     """(batch, time) log-probs of the tiny policy, the centre around which the other log-probs are scattered."""
+    restore_accelerate_state()  # fixtures of the session are made before those of the test
     with torch.no_grad():
         ids = torch.cat([trl_inputs["prompt_ids"], trl_inputs["completion_ids"]], 1)
         attention = torch.cat([trl_inputs["prompt_mask"], trl_inputs["completion_mask"]], 1)
