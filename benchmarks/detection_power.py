@@ -36,7 +36,7 @@ from lightning_rlstab.control.clips import HeadNormConfig, HeadNormState, head_n
 from lightning_rlstab.control.gradloc import TriggerConfig, TriggerReading, TriggerState, spike_threshold, trigger_step
 from lightning_rlstab.core.clips import head_norm_weights, quantile_of
 from lightning_rlstab.gradloc.ladder import LadderSettings, localized
-from lightning_rlstab.gradloc.oracle import SubsetGradient, TokenAddress, WindowSignals
+from lightning_rlstab.gradloc.oracle import Deduction, SubsetGradient, TokenAddress, WindowSignals
 
 FACTOR = TriggerConfig().factor
 MEMORY = TriggerConfig().memory_steps
@@ -306,7 +306,7 @@ class Step:
         self.norm = float(np.linalg.norm(self.whole))
         self.sums: dict[tuple[int, int], np.ndarray] = {(0, self.tokens): noise}
         self.remaining, self.last = self.whole.copy(), np.zeros(dims)
-        self.cost_sweeps, self.layer_norms = 0.0, {}
+        self.cost_sweeps, self.weight_norm, self.layer_norms = 0.0, 0.0, {}
         self._signals: WindowSignals | None = None
         self._base: Tensor | None = None
         self.projections: np.ndarray | None = None
@@ -439,10 +439,15 @@ class Step:
         vector = parent.gradient - part.gradient
         return SubsetGradient(norm=float(np.linalg.norm(vector)) / self.tokens, gradient=vector)
 
-    def deduct(self) -> float:
+    def deduct(self) -> Deduction:
         """Take the last gradient away."""
         self.remaining = self.remaining - self.last
-        return float(np.linalg.norm(self.remaining)) / self.tokens
+        norm = float(np.linalg.norm(self.remaining)) / self.tokens
+        return Deduction(remaining_norm=norm, share=float(self.last @ self.whole) / self.norm**2)
+
+    def start_over(self) -> None:
+        """Forget all deductions."""
+        self.remaining = self.whole.copy()
 
 
 class MaterializedStep(Step):

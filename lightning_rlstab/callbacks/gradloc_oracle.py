@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_rlstab.callbacks.gradloc_signals import entropy_slope, gathered_signals, local_slope
 from lightning_rlstab.control.protocols import GradientNorms, GradientProbe, TokenSource, WindowEntry
-from lightning_rlstab.gradloc.oracle import SubsetGradient, TokenAddress
+from lightning_rlstab.gradloc.oracle import Deduction, SubsetGradient, TokenAddress
 from lightning_rlstab.rollout.records import Rollout
 
 __all__ = ["NormReader", "StepOracle"]
@@ -77,6 +77,7 @@ class StepOracle:
         self.deducted = torch.zeros_like(self.signals.mask)
         self.cost_sweeps = 0.0
         self._last_tokens = torch.zeros_like(self.signals.mask)
+        self._last_norm = math.nan
         self._remaining: dict[str, Tensor] | None = None
         self._gradients: dict[str, Tensor] = {}
         self._contexts = ExitStack()
@@ -108,6 +109,11 @@ class StepOracle:
         self._gradients = {}
 
     # Tier 1 -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_norm(self) -> float:
+        """Norm of the trainable weights over all ranks; ``.grad`` is empty afterwards."""
+        return self._norm_of({name: p.detach() for name, p in self._probe.trainable_parameters().items()})
 
     @property
     def base_losses(self) -> Tensor | None:
@@ -180,8 +186,9 @@ class StepOracle:
                 own = tokens[index, self._rank]
                 last = int(tokens[index].flatten(0, 1).any(dim=0).nonzero().max())
                 self._backward(index, own, self._rows(index, own.any(dim=-1)), width=last + 1)
-        self._last_tokens = tokens
-        return self._record(is_kept=is_kept)
+        part = self._record(is_kept=is_kept)
+        self._last_tokens, self._last_norm = tokens, part.norm
+        return part
 
     def difference(self, parent: SubsetGradient, part: SubsetGradient) -> SubsetGradient:
         """``parent - part`` of two kept gradients."""
@@ -195,15 +202,31 @@ class StepOracle:
         gradient = self._scratch() if is_kept else None
         return SubsetGradient(norm=norms.total, layers=dict(norms.per_layer), gradient=gradient)
 
-    def deduct(self) -> float:
-        """Take what lies in ``.grad`` away from what remains."""
+    def deduct(self) -> Deduction:
+        """Take what lies in ``.grad`` away from what remains; ``.grad`` is empty afterwards.
+
+        2 <x, g> = ||g||^2 + ||x||^2 - ||g - x||^2: norms are right under every sharding, an inner product would need
+        a reduction of its own.
+        """
+        scratch = self._scratch()
+        self._clear()
         with torch.no_grad():
-            if self._remaining is None:
-                self._remaining = {name: gradient.clone() for name, gradient in self._gradients.items()}
-            for name, taken in self._scratch().items():
-                self._remaining[name] -= taken
+            for name, taken in scratch.items():
+                if self._remaining is not None:
+                    self._remaining[name] -= taken
+                taken.neg_().add_(self._gradients[name])
+        without = self._gradients | scratch
+        if self._remaining is None:  # the first tokens: their gradient's memory is taken over
+            self._remaining = {name: g if name in scratch else g.clone() for name, g in without.items()}
+        x, rest = self._last_norm / self.grad_norm, self._norm_of(without) / self.grad_norm
         self.deducted |= self._last_tokens
-        return self._remaining_norm()
+        return Deduction(remaining_norm=self._norm_of(self._remaining), share=0.5 + 0.5 * (x - rest) * (x + rest))
+
+    def start_over(self) -> None:
+        """Forget all deductions."""
+        self._remaining = None
+        self._is_rebuilt = False
+        self.deducted = torch.zeros_like(self.signals.mask)
 
     def rebuild_without(self, tokens: Tensor) -> float:
         """Run the whole step again without these tokens; sequences whose forward is not finite are left out whole."""
@@ -219,12 +242,11 @@ class StepOracle:
         self._is_rebuilt = True
         self._clear()
         self.deducted = tokens | (self.signals.mask & ~kept)
-        return self._remaining_norm()
+        return self._norm_of(self._remaining)
 
-    def _remaining_norm(self) -> float:
-        assert self._remaining is not None
+    def _norm_of(self, gradients: Mapping[str, Tensor]) -> float:
         for name, parameter in self._probe.trainable_parameters().items():
-            parameter.grad = self._remaining.get(name)
+            parameter.grad = gradients.get(name)
         total = self._read_norms().total
         self._clear()
         return total
@@ -237,7 +259,8 @@ class StepOracle:
         step is run again instead.
         """
         self._is_installing = True
-        remaining = self._remaining_norm()
+        assert self._remaining is not None
+        remaining = self._norm_of(self._remaining)
         is_rebuilt = self._is_rebuilt or not math.isfinite(self.grad_norm)
         is_sharp = self._is_full_precision and _ROUNDING * self.grad_norm <= _EXACTNESS * remaining
         if not is_rebuilt and not is_sharp:

@@ -11,11 +11,14 @@ from torch import Tensor
 from lightning_rlstab.core.gradloc import probe_shift, token_shares
 from lightning_rlstab.gradloc.oracle import GradientOracle, WindowSignals
 
-__all__ = ["Shares", "gradient_shares"]
+__all__ = ["Shares", "gradient_shares", "no_shares"]
 
 _WANTED_CHANGE = 0.005  # nats, of the steepest token's log-prob
-_LARGEST_CHANGE = 0.03
-_SMALLEST_CHANGE = 2e-4  # some hundred times the rounding of float32 log-probs
+_LARGEST_CHANGE = 0.1
+# A weight moves by whole float32 steps. Spread over many weights a short move vanishes: on 135 M of them a change of
+# 0.002 nats, at 1e-8 of their norm, lost 7 % of the sum, one at 5e-7 lost 0.1 %.
+_SMALLEST_RELATIVE_MOVE = 5e-7
+_TOLERATED = (1 / 25, 6.0)  # of the shift that would have been right
 _HEAVY_SEQUENCE = 0.01  # sum of |shares| of a sequence from which a central difference is worth its sweep
 _ATTEMPTS = 3
 
@@ -37,13 +40,19 @@ class Shares:
     shift: float
 
 
+def no_shares(oracle: GradientOracle) -> Shares:
+    """What is known of the shares before any was taken."""
+    values = torch.zeros(oracle.signals.mask.shape, dtype=torch.float64)
+    return Shares(values=values, completeness=math.nan, is_complete=False, shift=0.0)
+
+
 def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
     """s_t = <g_t, g> / ||g||^2 of every token from a finite difference of log-probs along g.
 
     One forward sweep above theta, and one below it only for the sequences that matter: there the difference is central
     (error of second order), for the rest it is taken against the log-probs of training. The shift is chosen so that the
-    steepest token moves by 0.005 nats; when the step proves too long or too short, or the sum misses 1 by more than
-    the tolerance, it is chosen anew.
+    steepest token moves by 0.005 nats, or by up to 0.1 where the weights would else move by less than their rounding;
+    when the step proves too long or too short, or the sum misses 1 by more than the tolerance, it is chosen anew.
 
     Args:
         oracle: Whom to ask; ``grad_norm`` finite and above 0.
@@ -52,31 +61,39 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
     Returns:
         The shares of the attempt whose sum came nearest to 1.
     """
-    shift = probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=_WANTED_CHANGE)
+    rounding = _SMALLEST_RELATIVE_MOVE * oracle.weight_norm
+    shift = _right_shift(probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=1.0), rounding)
     best: Shares | None = None
     for attempt in range(_ATTEMPTS):
         above = oracle.linear_losses(shift)
         if attempt == 0 and oracle.base_losses is not None:
-            factor = _correction_of(_decisive_change(oracle.signals, above - oracle.base_losses))
-            if factor != 1.0:
-                shift *= factor
+            right = _corrected(shift, _decisive_change(oracle.signals, above - oracle.base_losses), rounding)
+            if right != shift:
+                shift = right
                 above = oracle.linear_losses(shift)
         shares = _difference(oracle, above, shift, tolerance)
         if best is None or abs(shares.completeness - 1) < abs(best.completeness - 1):
             best = shares
         if shares.is_complete or oracle.base_losses is None:
             break  # in low precision another shift costs two whole sweeps and seldom helps
-        is_long = _decisive_change(oracle.signals, above - oracle.base_losses) > _WANTED_CHANGE / 10
-        shift *= 0.2 if is_long else 5.0
+        change = _decisive_change(oracle.signals, above - oracle.base_losses)
+        shift *= 0.2 if change > _WANTED_CHANGE / 10 and shift > rounding else 5.0
     assert best is not None
     return best
 
 
-def _correction_of(change: float) -> float:
-    """Factor on the first shift, which was a guess from the slope: one sweep tells how far off it was."""
-    if _SMALLEST_CHANGE <= change <= _LARGEST_CHANGE:
-        return 1.0
-    return min(max(_WANTED_CHANGE / change, 1e-6), 1e3) if 0 < change < math.inf else 0.1
+def _right_shift(per_nat: float, rounding: float) -> float:
+    """The shift to take when ``per_nat`` would change the steepest log-prob by one nat."""
+    return min(max(_WANTED_CHANGE * per_nat, rounding), _LARGEST_CHANGE * per_nat)
+
+
+def _corrected(shift: float, change: float, rounding: float) -> float:
+    """The first shift was a guess from the slope: one sweep tells how far off it was. The same value if it was near."""
+    if not 0 < change < math.inf:
+        return 0.1 * shift
+    factor = _right_shift(shift / change, rounding) / shift
+    low, high = _TOLERATED
+    return shift if low <= 1 / factor <= high else shift * min(max(factor, 1e-6), 1e3)
 
 
 def _difference(oracle: GradientOracle, above: Tensor, shift: float, tolerance: float) -> Shares:

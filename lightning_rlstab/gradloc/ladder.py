@@ -22,7 +22,7 @@ from lightning_rlstab.gradloc.attribution import (
 )
 from lightning_rlstab.gradloc.bisection import bisection
 from lightning_rlstab.gradloc.candidates import NormEstimates, relative_weights
-from lightning_rlstab.gradloc.directional import Shares, gradient_shares
+from lightning_rlstab.gradloc.directional import Shares, gradient_shares, no_shares
 from lightning_rlstab.gradloc.finding import Culprit, Finding, VerdictWord
 from lightning_rlstab.gradloc.numeric import nonfinite_finding
 from lightning_rlstab.gradloc.oracle import GradientOracle, SubsetGradient, TokenAddress
@@ -30,6 +30,7 @@ from lightning_rlstab.gradloc.oracle import GradientOracle, SubsetGradient, Toke
 __all__ = ["LadderSettings", "localized"]
 
 _DOMINANT_SHARE = 0.5
+_CLEAR_SHARE = 0.9  # of the squared head norms; a token that alone lifts a step five times over its level has 0.96
 _MOST_MISSES = 3
 
 
@@ -38,8 +39,8 @@ class LadderSettings:
     """How to search.
 
     Args:
-        search: ``"auto"`` climbs the ladder; ``"directional"`` stays on tiers 0 to 2; ``"bisect"`` is the reference
-            search.
+        search: ``"auto"`` climbs the ladder; ``"directional"`` always takes the shares of all tokens and stays on
+            tiers 0 to 2; ``"bisect"`` is the reference search.
         top_k: Culprits named at most, >= 1.
         probe_budget: Masked backward passes allowed in one search, >= 1.
         completeness_tolerance: Largest distance of the sum of shares from 1 that passes the check, in (0, 1).
@@ -65,9 +66,9 @@ class LadderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Confirmed:
-    """Tokens whose own gradient was measured and deducted from what remains."""
+    """Tokens whose own gradient was measured and deducted from what remains, each with its share of the spike."""
 
-    tokens: tuple[tuple[TokenAddress, SubsetGradient], ...]
+    tokens: tuple[tuple[TokenAddress, SubsetGradient, float], ...]
     remaining: float | None
     probes: int
 
@@ -81,6 +82,16 @@ class _Case:
     settings: LadderSettings
     mismatch: Mismatch
     layers: tuple[str, ...]
+    probes_spent: int = 0
+
+    @property
+    def probes_left(self) -> int:
+        return self.settings.probe_budget - self.probes_spent
+
+    @property
+    def has_exploded_block(self) -> bool:
+        """A single token often sits in the head or the embedding; only blocks can be said to have exploded on it."""
+        return bool(self.layers) and self.layers[0].rpartition(".")[2].isdigit()
 
     @property
     def blameless_verdict(self) -> VerdictWord:
@@ -141,6 +152,12 @@ def _finding(
     )
     if settings.search == "bisect" or not bool((oracle.signals.slope != 0).any()):
         return _by_bisection(case, tau_token, blank)
+    if settings.search == "auto" and _is_clear(case):
+        finding = _by_head_norms(case, blank)
+        if finding.culprits:
+            return finding
+        case = dataclasses.replace(case, probes_spent=finding.backward_probes)
+        blank = dataclasses.replace(blank, backward_probes=finding.backward_probes)
     shares = gradient_shares(oracle, tolerance=settings.completeness_tolerance)
     blank = dataclasses.replace(blank, completeness=shares.completeness)
     if not shares.is_complete:
@@ -152,10 +169,45 @@ def _finding(
     return _by_bisection(case, tau_token, blank)
 
 
+def _is_clear(case: _Case) -> bool:
+    """Whether a few tokens hold nearly all of the squared head norms and nothing speaks for a cause beyond tokens."""
+    oracle = case.oracle
+    if oracle.signals.head_norms is None or case.mismatch.is_systematic or case.has_exploded_block:
+        return False
+    weight = relative_weights(oracle, no_shares(oracle))
+    largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
+    return float(largest.sum()) >= _CLEAR_SHARE and _dominant_sequence(weight, case.mismatch) is None
+
+
+def _by_head_norms(case: _Case, blank: Finding) -> Finding:
+    """Measure the tokens with the largest head norms at once; no sweep over the step is needed when they explain it.
+
+    The proof is what remains: it must be a usual step. Otherwise nobody is named and nothing stays deducted.
+    """
+    shares = no_shares(case.oracle)
+    weight = relative_weights(case.oracle, shares)
+    confirmed = _confirmed_tokens(case, shares)
+    blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
+    if confirmed.remaining is None or confirmed.remaining > case.threshold:
+        case.oracle.start_over()
+        return blank
+    blank = dataclasses.replace(
+        blank,
+        tier=2,
+        completeness=sum(share for *_, share in confirmed.tokens),
+        effective_tokens=effective_tokens(weight),
+    )
+    return _with_strip(_token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank), weight)
+
+
+def _ranked_culprits(case: _Case, confirmed: _Confirmed) -> tuple[Culprit, ...]:
+    ranked = sorted(confirmed.tokens, key=lambda item: item[1].norm, reverse=True)
+    return tuple(_culprit(case, address, part, share) for address, part, share in ranked)
+
+
 def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     """Tiers 1 and 2: rank by shares (or by head norms when those failed), confirm with masked backward passes."""
     weight = relative_weights(case.oracle, shares)
-    values = shares.values if shares.is_complete else None
     blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight))
     sequence = _dominant_sequence(weight, case.mismatch)
     if sequence is not None and not case.mismatch.is_systematic:
@@ -164,12 +216,10 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     if float(largest.sum()) < _DOMINANT_SHARE:
         return blank
     confirmed = _confirmed_tokens(case, shares)
-    blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
+    blank = dataclasses.replace(blank, backward_probes=case.probes_spent + confirmed.probes)
     if not case.is_explained(confirmed.remaining):
         return blank
-    ranked = sorted(confirmed.tokens, key=lambda item: item[1].norm, reverse=True)
-    culprits = tuple(_culprit(case, address, part, values) for address, part in ranked)
-    return _with_strip(_token_finding(case, culprits, confirmed.remaining, blank), weight)
+    return _with_strip(_token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank), weight)
 
 
 def _with_strip(finding: Finding, weight: Tensor) -> Finding:
@@ -181,9 +231,7 @@ def _with_strip(finding: Finding, weight: Tensor) -> Finding:
 
 def _token_finding(case: _Case, culprits: tuple[Culprit, ...], remaining: float | None, blank: Finding) -> Finding:
     has_mismatch = any(culprit.cause.endswith("_mismatch") for culprit in culprits)
-    # A single token often sits in the head or the embedding; only blocks can be said to have exploded on it.
-    has_exploded_block = bool(case.layers) and case.layers[0].rpartition(".")[2].isdigit()
-    if has_exploded_block and not has_mismatch:
+    if case.has_exploded_block and not has_mismatch:
         culprits = tuple(dataclasses.replace(culprit, cause="layer") for culprit in culprits)
         return dataclasses.replace(blank, verdict="layer", culprits=culprits, remaining_norm=remaining)
     if case.mismatch.is_systematic and not any(culprit.cause == "token_mismatch" for culprit in culprits):
@@ -209,23 +257,25 @@ def _sequence_finding(case: _Case, sequence: tuple[int, int, int], shares: Share
     tokens = torch.zeros_like(signals.mask)
     tokens[sequence] = signals.mask[sequence]
     profile = layer_shares(case.oracle.subset_gradient(tokens).layers)
-    remaining = case.oracle.deduct()
+    remaining = case.oracle.deduct().remaining_norm
     others = _confirmed_tokens(case, shares, closed=tokens)
     size = values if values is not None else signals.slope.abs() if signals.head_norms is None else signals.head_norms
     order = size[sequence].argsort(descending=True).tolist()
     listed = [TokenAddress(*sequence, token) for token in order if bool(tokens[sequence][token])]
     room = max(case.settings.top_k - len(others.tokens), 1)
-    of_sequence = [_culprit(case, address, None, values) for address in listed[:room]]
+    of_sequence = [
+        _culprit(case, address, None, None if values is None else float(values[address])) for address in listed[:room]
+    ]
     culprits = (
         *(dataclasses.replace(culprit, cause="sequence_mismatch", layers=profile) for culprit in of_sequence),
-        *(_culprit(case, address, part, values) for address, part in others.tokens),
+        *(_culprit(case, address, part, share) for address, part, share in others.tokens),
     )
     return dataclasses.replace(
         blank,
         verdict="sequence",
         culprits=culprits,
         remaining_norm=remaining if others.remaining is None else others.remaining,
-        backward_probes=1 + others.probes,
+        backward_probes=case.probes_spent + 1 + others.probes,
     )
 
 
@@ -234,10 +284,10 @@ def _confirmed_tokens(case: _Case, shares: Shares, *, closed: Tensor | None = No
     oracle, settings = case.oracle, case.settings
     floor = settings.culprit_frac * case.threshold
     estimates = NormEstimates(oracle, shares, closed=closed)
-    tokens: list[tuple[TokenAddress, SubsetGradient]] = []
+    tokens: list[tuple[TokenAddress, SubsetGradient, float]] = []
     remaining: float | None = None
     misses = probes = 0
-    while len(tokens) < settings.top_k and misses < _MOST_MISSES and probes < settings.probe_budget:
+    while len(tokens) < settings.top_k and misses < _MOST_MISSES and probes < case.probes_left:
         address = estimates.next_candidate(floor)
         if address is None:
             break
@@ -245,20 +295,20 @@ def _confirmed_tokens(case: _Case, shares: Shares, *, closed: Tensor | None = No
         probes += 1
         estimates.learn(address, part.norm)
         if part.norm >= floor:
-            remaining = oracle.deduct()
-            tokens.append((address, part))
+            remaining, share = oracle.deduct()
+            tokens.append((address, part, share))
         else:
             misses += 1
     return _Confirmed(tokens=tuple(tokens), remaining=remaining, probes=probes)
 
 
-def _culprit(case: _Case, address: TokenAddress, part: SubsetGradient | None, values: Tensor | None) -> Culprit:
+def _culprit(case: _Case, address: TokenAddress, part: SubsetGradient | None, share: float | None) -> Culprit:
     signals = case.oracle.signals
     log_ratio = float(signals.log_ratios[address])
     return Culprit(
         address=address,
         token_id=int(signals.token_ids[address]),
-        share=None if values is None else float(values[address]),
+        share=share,
         grad_norm=None if part is None else part.norm,
         importance_ratio=None if math.isnan(log_ratio) else math.exp(min(max(log_ratio, -700.0), 700.0)),
         cause=token_cause(signals, case.mismatch, address),
@@ -269,18 +319,19 @@ def _culprit(case: _Case, address: TokenAddress, part: SubsetGradient | None, va
 def _by_bisection(case: _Case, tau_token: float, blank: Finding) -> Finding:
     """Tier 3: the reference search, then one masked backward to take what it found away."""
     oracle, settings = case.oracle, case.settings
-    result = bisection(oracle, tau_token=tau_token, budget=settings.probe_budget, most=settings.top_k)
+    result = bisection(oracle, tau_token=tau_token, budget=case.probes_left, most=settings.top_k)
+    probes = case.probes_spent + result.probes
     notes = blank.notes
     if result.is_budget_exhausted:
         notes = (*notes, "The probe budget ended before every segment over its threshold was visited.")
     blank = dataclasses.replace(
-        blank, tier=3, backward_probes=result.probes, is_budget_exhausted=result.is_budget_exhausted, notes=notes
+        blank, tier=3, backward_probes=probes, is_budget_exhausted=result.is_budget_exhausted, notes=notes
     )
     if not result.found:
         return blank
     oracle.subset_gradient(oracle.signals.selection(*(address for address, _ in result.found)))
-    remaining = oracle.deduct()
-    blank = dataclasses.replace(blank, backward_probes=result.probes + 1)
+    remaining = oracle.deduct().remaining_norm
+    blank = dataclasses.replace(blank, backward_probes=probes + 1)
     if not case.is_explained(remaining):
         listed = ", ".join(str(tuple(address)) for address, _ in result.found[:3])
         note = f"Tokens over their own threshold ({listed}) do not explain the spike."

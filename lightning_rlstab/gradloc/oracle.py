@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["GradientOracle", "SubsetGradient", "TokenAddress", "WindowSignals"]
+__all__ = ["Deduction", "GradientOracle", "SubsetGradient", "TokenAddress", "WindowSignals"]
 
 
 class TokenAddress(NamedTuple):
@@ -91,6 +91,18 @@ class SubsetGradient:
     gradient: Any = None
 
 
+class Deduction(NamedTuple):
+    """What taking some tokens' gradient x away from g did.
+
+    Attributes:
+        remaining_norm: Norm of what remains of g after everything deducted so far.
+        share: <x, g> / ||g||^2, exact: from norms, not from a finite difference.
+    """
+
+    remaining_norm: float
+    share: float
+
+
 class GradientOracle(Protocol):
     """Answers about the gradient g of the current optimizer step; every method is called by all ranks alike.
 
@@ -105,6 +117,11 @@ class GradientOracle(Protocol):
     grad_norm: float
     layer_norms: Mapping[str, float]
     cost_sweeps: float
+
+    @property
+    def weight_norm(self) -> float:
+        """Norm of the trainable weights, which says below which distance a move of them drowns in their rounding."""
+        ...
 
     @property
     def base_losses(self) -> Tensor | None:
@@ -136,12 +153,12 @@ class GradientOracle(Protocol):
         """``parent - part`` of two kept gradients, without a backward."""
         ...
 
-    def deduct(self) -> float:
-        """Take the gradient of the last ``subset_gradient`` away from what remains of g.
+    def deduct(self) -> Deduction:
+        """Take the gradient of the last ``subset_gradient`` away from what remains of g."""
+        ...
 
-        Returns:
-            The norm of what remains of g after everything deducted so far.
-        """
+    def start_over(self) -> None:
+        """Forget all deductions: what remains is g again."""
         ...
 
     def rebuild_without(self, tokens: Tensor) -> float:

@@ -53,7 +53,7 @@ def test_a_planted_token_is_named_removed_and_told(spiked: Callable[..., Any]) -
     assert event["step"] == STEP
     assert event["verdict"] == "tokens"
     assert event["action"] == "removed"
-    assert event["completeness"] == pytest.approx(1, abs=1e-3)
+    assert event["completeness"] == pytest.approx(event["culprits"][0]["share"])
     assert event["grad_norm"] > event["threshold"] >= event["remaining_norm"]
     (culprit,) = event["culprits"]
     assert (culprit["micro_batch"], culprit["rank"]) == (2, 0)
@@ -278,8 +278,10 @@ def test_an_exhausted_budget_is_reported(spiked: Callable[..., Any]) -> None:
     assert "budget" in event["notes"][0]
 
 
-def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(spiked: Callable[..., Any]) -> None:
-    run = spiked(fault("token_mismatch", token=2, magnitude=300.0), gradloc(), precision="bf16-mixed")
+@pytest.mark.parametrize("search", ["auto", "directional"])
+def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(spiked: Callable[..., Any], search: str) -> None:
+    callbacks = fault("token_mismatch", token=2, magnitude=300.0), gradloc(search=search)
+    run = spiked(*callbacks, precision="bf16-mixed")
     event = spike_of(run)
     drill = run.events("fire_drill")[0]
     assert event["completeness"] == pytest.approx(1, abs=0.05)
@@ -288,19 +290,21 @@ def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(spiked: Cal
     assert event["action"] == "removed"
 
 
+@pytest.mark.parametrize("search", ["auto", "directional"])
 def test_with_bf16_weights_the_failed_check_is_noticed_and_the_token_named(
-    spiked: Callable[..., Any], tiny_policy: Callable[..., Any]
+    spiked: Callable[..., Any], tiny_policy: Callable[..., Any], search: str
 ) -> None:
     run = spiked(
         fault("token_mismatch", token=2, magnitude=300.0),
-        gradloc(action="report"),
+        gradloc(action="report", search=search),
         settings={"model": tiny_policy().to(torch.bfloat16)},
         precision="bf16-true",
     )
     event = spike_of(run)
     drill = run.events("fire_drill")[0]
-    assert abs(event["completeness"] - 1) > 0.05
-    assert "not trusted" in event["notes"][0]
+    if search == "directional":  # the other one needs no probe that moves the weights
+        assert abs(event["completeness"] - 1) > 0.05
+        assert "not trusted" in event["notes"][0]
     assert event["tier"] == 2
     culprit = event["culprits"][0]
     assert (culprit["micro_batch"], culprit["sequence"], culprit["token"]) == (1, drill["sequence"], drill["token"])

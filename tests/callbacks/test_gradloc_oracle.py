@@ -164,9 +164,33 @@ def test_what_remains_after_deducting_equals_running_the_rest_alone(ask: Callabl
     def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
         place = TokenAddress(*(int(i) for i in torch.unravel_index(oracle.signals.head_norms.argmax(), (3, 1, 4, 8))))
         oracle.subset_gradient(oracle.signals.selection(place))
-        deducted = oracle.deduct()
+        deducted = oracle.deduct().remaining_norm
         assert deducted < oracle.grad_norm
         assert oracle.rebuild_without(oracle.signals.selection(place)) == pytest.approx(deducted, rel=1e-5)
+
+    ask(question)
+
+
+def test_a_deducted_tokens_share_is_its_inner_product_with_the_gradient(ask: Callable[..., None]) -> None:
+    def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
+        square = inner(whole, whole)
+        for address, gradient in sorted(token_gradients(pl_module, whole), key=lambda item: item[0])[:9]:
+            oracle.subset_gradient(oracle.signals.selection(TokenAddress(*address)))
+            assert oracle.deduct().share == pytest.approx(inner(gradient, whole) / square, abs=1e-6)
+
+    ask(question)
+
+
+def test_starting_over_puts_the_whole_gradient_back(ask: Callable[..., None]) -> None:
+    def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
+        few = oracle.signals.mask.clone()
+        few[:, :, 1:] = False
+        oracle.subset_gradient(few)
+        first = oracle.deduct()
+        oracle.start_over()
+        assert not oracle.deducted.any()
+        oracle.subset_gradient(few)
+        assert oracle.deduct() == first
 
     ask(question)
 

@@ -81,10 +81,13 @@ MISMATCH = {"kind": "token_mismatch", "step": STEP, "magnitude": 400.0, "token":
 
 
 @pytest.mark.parametrize("strategy", ["rlstab_ddp", "rlstab_fsdp"])
-def test_both_ranks_name_the_same_token_of_the_second_rank(grpo_on_ranks, strategy) -> None:
+@pytest.mark.parametrize(("search", "tier"), [("auto", 2), ("directional", 1)])
+def test_both_ranks_name_the_same_token_of_the_second_rank(grpo_on_ranks, strategy, search, tier) -> None:
     faults = [{**MISMATCH, "rank": 1, "micro_batch": 1}]
-    (first, weights), (second, others) = grpo_on_ranks(strategy, faults, {"action": "remove"})
+    (first, weights), (second, others) = grpo_on_ranks(strategy, faults, {"action": "remove", "search": search})
     assert first.verdict == second.verdict == "tokens"
+    assert first.tier == tier
+    assert first.culprits[0].share == pytest.approx(1, abs=1e-3)  # of the whole job's gradient
     assert first.completeness == pytest.approx(1, abs=1e-3)
     assert same(first, second)
     (culprit,) = first.culprits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlstab.gradloc.oracle import SubsetGradient, TokenAddress, WindowSignals
+from lightning_rlstab.gradloc.oracle import Deduction, SubsetGradient, TokenAddress, WindowSignals
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "head")
 
@@ -55,7 +55,7 @@ class VectorOracle:
         self.whole = self._sum(mask) + self.outside
         self.remaining = self.whole.clone()
         self.last = torch.zeros_like(self.whole)
-        self.cost_sweeps = 0.0
+        self.cost_sweeps = self.weight_norm = 0.0
         self.curvature = curvature
         self.noise = noise
         self.is_base_reusable = is_base_reusable
@@ -112,9 +112,13 @@ class VectorOracle:
     def difference(self, parent: SubsetGradient, part: SubsetGradient) -> SubsetGradient:
         return self._record(parent.gradient - part.gradient, is_kept=True)
 
-    def deduct(self) -> float:
+    def deduct(self) -> Deduction:
         self.remaining = self.remaining - self.last
-        return float(self.remaining.norm())
+        share = float(self.last @ self.whole / self.whole.square().sum())
+        return Deduction(remaining_norm=float(self.remaining.norm()), share=share)
+
+    def start_over(self) -> None:
+        self.remaining = self.whole.clone()
 
     def rebuild_without(self, tokens: Tensor) -> float:
         self.cost_sweeps += 1

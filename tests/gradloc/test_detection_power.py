@@ -139,7 +139,7 @@ def test_the_ladder_names_a_culprit_over_the_threshold_and_nobody_else(power: An
 
 def test_the_sum_of_shares_misses_one_by_what_rounding_explains(power: Any, rng: np.random.Generator) -> None:
     states = power.trained_states(100, 5, rng)
-    outcome = power.searched("auto", (4, 4, 4, 32), 100, 300.0, states, 60, rng, rounding=1e-5)
+    outcome = power.searched("directional", (4, 4, 4, 32), 100, 300.0, states, 60, rng, rounding=1e-5)
     expected = power.completeness_error(300.0, 2048, rounding=1e-5)
     assert 0.3 * expected < float(np.std(outcome.completeness)) < 1.5 * expected
 

@@ -38,6 +38,16 @@ def test_a_first_shift_that_is_far_off_is_corrected_after_one_sweep(oracle_of) -
     torch.testing.assert_close(shares.values, exact_shares(oracle), atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize(("weight_norm", "change"), [(0.0, 0.005), (1e3, 0.05), (1e6, 0.1)])
+def test_the_weights_are_moved_by_more_than_their_rounding_but_no_further_than_a_tenth_nat(
+    oracle_of, weight_norm: float, change: float
+) -> None:
+    oracle = oracle_of({(1, 0, 2, 5): 1.0}, size=1e-6)
+    oracle.weight_norm = weight_norm
+    gradient_shares(oracle, tolerance=0.05)
+    assert oracle.shifts[0] / 0.01 * oracle.grad_norm == pytest.approx(change, rel=0.01)
+
+
 def test_shares_from_a_noisy_probe_do_not_pass_their_own_check(oracle_of) -> None:
     oracle = oracle_of({(1, 0, 2, 5): 1.0}, noise=0.1, is_base_reusable=False)
     shares = gradient_shares(oracle, tolerance=0.05)

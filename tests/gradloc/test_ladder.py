@@ -35,16 +35,60 @@ def ratios_at(*addresses: tuple[int, int, int, int], log_ratio: float = 4.0) -> 
 def test_one_token_is_named_with_its_share_norm_ratio_and_layers(oracle_of, place) -> None:
     finding = find(oracle_of({place: 10.0}, log_ratios=ratios_at(place)))
     assert finding.verdict == "tokens"
-    assert finding.tier == 1
-    assert finding.completeness == pytest.approx(1, abs=1e-3)
+    assert (finding.tier, finding.backward_probes) == (2, 1)
     (culprit,) = finding.culprits
     assert tuple(culprit.address) == place
-    assert culprit.share == pytest.approx(1, abs=0.05)
+    assert finding.completeness == culprit.share == pytest.approx(1, abs=2e-3)
     assert culprit.grad_norm == pytest.approx(10.0, rel=1e-4)
     assert culprit.importance_ratio == pytest.approx(math.exp(4.0))
     assert culprit.cause == "token_mismatch"
     assert sum(share for _, share in culprit.layers) == pytest.approx(1.0)
     assert finding.is_removal_enough
+
+
+def test_tokens_that_head_norms_point_to_are_measured_without_a_sweep_over_the_step(oracle_of) -> None:
+    culprits = {(0, 0, 0, 0): 30.0, (1, 0, 1, 5): 3.0, (3, 0, 1, 7): 9.0}
+    oracle = oracle_of(culprits)
+    finding = find(oracle)
+    assert named(finding) == set(culprits)
+    assert oracle.rows_run == []
+    assert finding.completeness == pytest.approx(1, abs=2e-3)
+    shares = [float(oracle.gradients[c.address] @ oracle.whole / oracle.whole.square().sum()) for c in finding.culprits]
+    assert [culprit.share for culprit in finding.culprits] == pytest.approx(shares)
+
+
+def test_a_directional_search_always_takes_the_shares_of_all_tokens(oracle_of) -> None:
+    oracle = oracle_of({(1, 0, 2, 7): 10.0})
+    finding = find(oracle, search="directional")
+    assert oracle.rows_run[0] == 16
+    assert finding.tier == 1
+    assert finding.completeness == pytest.approx(1, abs=1e-3)
+
+
+def test_where_the_head_norms_mislead_the_shares_answer_and_nothing_is_deducted_twice(oracle_of) -> None:
+    loud, hidden = (0, 0, 0, 0), (2, 0, 1, 3)
+    oracle = oracle_of({loud: 1.0, hidden: 10.0})
+    gradients = oracle.gradients.clone()
+    gradients[(*hidden, slice(48, 64))] *= 1e-3  # nothing to see in the head
+    gradients[(*loud, slice(0, 48))] *= 1e-3
+    oracle = type(oracle)(gradients)
+    finding = find(oracle)
+    assert named(finding) == {loud, hidden}
+    assert finding.tier == 1
+    assert finding.backward_probes == 4  # one in vain, the two, one miss
+    clean = gradients.clone()
+    clean[loud] = clean[hidden] = 0
+    torch.testing.assert_close(oracle.remaining, clean.flatten(0, 3).sum(0), atol=1e-5, rtol=0)
+
+
+def test_probes_that_were_in_vain_count_against_the_budget(oracle_of) -> None:
+    loud, hidden = (0, 0, 0, 0), (2, 0, 1, 3)
+    gradients = oracle_of({loud: 1.0, hidden: 10.0}).gradients.clone()
+    gradients[(*hidden, slice(48, 64))] *= 1e-3
+    gradients[(*loud, slice(0, 48))] *= 1e-3
+    finding = find(type(oracle_of())(gradients), probe_budget=2)
+    assert finding.backward_probes == 2
+    assert named(finding) == {hidden}
 
 
 def test_all_culprits_in_all_micro_batches_and_ranks_are_named_not_only_the_largest(oracle_of) -> None:
@@ -152,12 +196,12 @@ def test_a_token_whose_ratio_is_fine_and_whose_gradient_sits_in_one_layer_blames
 
 def test_when_the_probe_fails_its_check_head_norms_and_masked_backwards_name_the_token(oracle_of) -> None:
     place = (1, 0, 2, 7)
-    finding = find(oracle_of({place: 10.0}, noise=0.3, is_base_reusable=False))
+    finding = find(oracle_of({place: 10.0}, noise=0.3, is_base_reusable=False), search="directional")
     assert abs(finding.completeness - 1) > 0.05
     assert finding.tier == 2
     assert named(finding) == {place}
     assert "not trusted" in finding.notes[0]
-    assert finding.culprits[0].share is None
+    assert finding.culprits[0].share == pytest.approx(1, abs=2e-3)
 
 
 def test_without_head_norms_a_failed_check_ends_in_the_reference_search(oracle_of) -> None:
