@@ -682,10 +682,12 @@ def powers(
         ladder = searched("auto", shape, dims, clear, states, count, rng, is_forced=False, rounding=1e-6)
         formula = trigger_power(clear, tokens, dims)
         ledger.compare("whole_ladder", formula, ladder.right / count, count, N=tokens, D=dims, part=1.2)
+        shares = searched("directional", shape, dims, clear, states, count, rng, is_forced=False, rounding=1e-6)
         search = searched("bisect", shape, dims, clear, states, count, rng, is_forced=False)
         row |= {
-            "completeness_off": max(abs(value - 1) for value in ladder.completeness) if ladder.completeness else None,
+            "completeness_off": max(abs(value - 1) for value in shares.completeness) if shares.completeness else None,
             "ladder_sweeps": float(np.mean(ladder.sweeps)) if ladder.sweeps else None,
+            "shares_sweeps": float(np.mean(shares.sweeps)) if shares.sweeps else None,
             "ladder_host_seconds": float(np.mean(ladder.seconds)) if ladder.seconds else None,
             "search_probes": max(search.probes) if search.probes else None,
             "search_probes_formula": search_probes(shape[0], shape[1], shape[2] * shape[3]) + 1,
@@ -693,8 +695,8 @@ def powers(
         }
         if search.probes and not 0 <= row["search_probes_formula"] - max(search.probes) <= 1:
             ledger.compare("search_probes", row["search_probes_formula"], row["search_probes"], 1, N=tokens)
-        row["searches"] = count * (8 if count >= 20 else 6)
-        row["innocents_named"] += ladder.innocents
+        row["searches"] = count * (9 if count >= 20 else 7)
+        row["innocents_named"] += ladder.innocents + shares.innocents
         row["innocents_found"] += search.innocents
         table.append(row)
     return table
@@ -881,6 +883,7 @@ def spike_cost(
         "N": load.micro_batches * gpus * load.sequences * load.length,
         "state_gigabytes": round(16 * parameters / gpus / 1e9, 1),
         "sweep": total(sweep[False]),
+        "head_norms": total([(one, True, False)]),
         "shares_autocast": total([*forward[True], *forward[True], (one, True, False)]),
         "shares_fail_in_bf16": total([*forward[False], *forward[False], (one, True, False)]),
         "search": total([*sweep[False], *halvings, *tokens, (one, True, False)]),
@@ -940,8 +943,9 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 COSTS = {
     "sweep": "bf16 sweep",
+    "head_norms": "head norms first, bf16",
     "shares_autocast": "shares, autocast",
-    "shares_fail_in_bf16": "head norms, sharded bf16",
+    "shares_fail_in_bf16": "shares that fail, sharded bf16",
     "search": "reference search, bf16",
     "sweep_fp32": "float32 sweep",
     "shares_fp32": "shares, float32",

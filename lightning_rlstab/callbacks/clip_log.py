@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_rlstab.callbacks.run_context import RunContext
-from lightning_rlstab.control.protocols import StepGate
+from lightning_rlstab.control.stock_gate import gate_in_use
 
 __all__ = ["ClipLog"]
 
@@ -48,8 +48,8 @@ class ClipLog:
         if self._pending is None:
             return
         (touched, of), self._pending = self._pending, None
-        strategy = trainer.strategy
-        verdict = strategy.last_verdict if isinstance(strategy, StepGate) else None
+        gate = gate_in_use(trainer)
+        verdict = None if gate is None else gate.last_verdict
         if touched and (verdict is None or verdict.action == "apply"):
             self._touched, self._of, self._steps = self._touched + touched, self._of + of, self._steps + 1
         at = max(trainer.global_step - 1, 0)

@@ -46,8 +46,9 @@ class GradLoc(pl.Callback):
     after ``max_unresolved_steps`` skipped steps in a row.
 
     What it costs: dormant, one look at the norm per step and, in the forward, the length of each last hidden state. On
-    a spike 0.4 to 0.8 of a forward+backward sweep over the step, and two more copies of the gradient while it lasts;
-    one more sweep when the culprit dwarfs the rest so much that subtracting it would leave only rounding.
+    a spike of a few tokens one backward of each one's sequence, so less than 0.2 of a forward+backward sweep in a step
+    of 32 sequences; on others a forward sweep more. Two more copies of the gradient while it lasts, and one more sweep
+    when the culprit dwarfs the rest so much that subtracting it would leave only rounding.
 
     What survives a resume: the running level, each layer's usual share, and the counts.
 
@@ -56,8 +57,9 @@ class GradLoc(pl.Callback):
 
     Args:
         trigger: Threshold of one token's gradient, tau_token > 0; None learns it from the run.
-        search: ``"auto"``: forward flags, shares, masked backwards, and bisection when a check fails;
-            ``"directional"``: without bisection; ``"bisect"``: the reference search alone.
+        search: ``"auto"``: forward flags, masked backwards of the tokens that head norms point to, the shares of all
+            tokens where these do not explain the spike, and bisection when their check fails; ``"directional"``: always
+            the shares, never bisection; ``"bisect"``: the reference search alone.
         action: ``"remove"``, ``"report"``, ``"skip"`` or ``"stop"``.
         top_k: Culprits named at most.
         probe_budget: Masked backward passes allowed per spike.

@@ -21,7 +21,7 @@ from lightning_rlstab.control.plain_norms import plain_gradient_norms
 from lightning_rlstab.control.protocols import GradientNorms, StepGate, Verdict, Vote
 from lightning_rlstab.core.checks import number, refusal
 
-__all__ = ["StockGate", "needs_gate", "skip_by_clearing", "step_gate"]
+__all__ = ["StockGate", "gate_in_use", "needs_gate", "skip_by_clearing", "step_gate"]
 
 _SUBSTITUTES = {"SingleDeviceStrategy": "rlstab", "DDPStrategy": "rlstab_ddp"}
 
@@ -76,6 +76,17 @@ def step_gate(trainer: Any, feature: str = "guards") -> StepGate:
     if gate is None:
         gate = _gates[trainer] = StockGate(trainer, feature)
     return cast(StepGate, gate)  # its count of applied steps follows the Trainer's and cannot be set
+
+
+def gate_in_use(trainer: Any) -> StepGate | None:
+    """The gate that this run's guards vote through, for those who only read; None where no guard asked for one.
+
+    Args:
+        trainer: The Trainer.
+    """
+    if isinstance(trainer.strategy, StepGate):
+        return trainer.strategy
+    return cast(StepGate | None, _gates.get(trainer))
 
 
 class StockGate:

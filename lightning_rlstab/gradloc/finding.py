@@ -25,7 +25,8 @@ class Culprit:
     Attributes:
         address: Where it is.
         token_id: Its id in the vocabulary.
-        share: Its share of the squared gradient norm, signed; None when it was not measured.
+        share: Its share of the squared gradient norm, signed: exact where its gradient was measured, else from the
+            forward probe; None when neither was taken.
         grad_norm: Norm of its own gradient; None when it was not measured.
         importance_ratio: Policy in training over policy that sampled; None when the latter is unknown.
         cause: Why.
@@ -48,13 +49,14 @@ class Finding:
     Attributes:
         verdict: What kind of thing made it.
         culprits: The tokens to blame, largest first; empty where nobody is.
-        tier: The rung of the ladder that gave the answer: 0 forward flags, 1 shares, 2 masked backward of the tokens
-            with the largest head norms, 3 bisection.
+        tier: The rung of the ladder that gave the answer: 0 forward flags, 1 shares of all tokens, 2 masked backward of
+            the tokens with the largest head norms, 3 bisection.
         grad_norm: Norm of the step's gradient.
         threshold: Norm above which it counted as a spike.
         remaining_norm: Norm without the culprits; None when nothing was taken away.
-        completeness: Sum of all shares, 1 when the answer is whole; None when shares were not taken.
-        effective_tokens: Participation number of the shares; None when shares were not taken.
+        completeness: Sum of all shares, 1 when the answer is whole; where the head norms sufficed, the sum over the
+            culprits alone. None when shares were not taken.
+        effective_tokens: Participation number of the shares, or of the squared head norms; None when neither was taken.
         layers: (layer, share of the spike's squared norm), largest first.
         strip: Weight of every token of the first culprit's sequence in the spike; empty when weights were not taken.
         cost_sweeps: Work spent, in forward+backward sweeps over the step.

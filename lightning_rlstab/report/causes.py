@@ -73,7 +73,7 @@ _ALL = (
         "hard",
         "error",
         "advantages (GEPO), optimizer state (OPEFO), rollout log-probs",
-        "Look at advantages and log-probs of this step; switch on GEPO so that the step is skipped",
+        "Look at advantages and log-probs of this step; with GEPO on such a step is skipped",
         ("nan_gradient",),
     ),
     Cause(
@@ -82,7 +82,7 @@ _ALL = (
         "hard",
         "error",
         "a single token or layer (GradLoc), optimizer state (OPEFO)",
-        "Switch on GradLoc to name the token and layer, and GEPO to skip the micro-batch",
+        "GradLoc names the token and layer, GEPO skips the micro-batch: switch on the one that is off",
     ),
     Cause(
         "learning_rate_jump",
@@ -103,7 +103,7 @@ _ALL = (
         "hard",
         "warning",
         "a few tokens with a train/inference mismatch",
-        "Read GradLoc's spike card of this step; switch on GEPO's guard and TokenClip",
+        "Read GradLoc's spike card of this step; if spikes recur, bound such tokens with TokenClip",
         ("nan_loss", "nan_gradient", "nan_logprobs"),
     ),
     Cause(
@@ -139,7 +139,7 @@ _ALL = (
         "entropy",
         "warning",
         "QUATRO's entropy floor and KL anchor; diversity of prompts",
-        "Switch on the entropy floor at 0.8 of the initial entropy",
+        "Switch on the entropy floor at 0.8 of the initial entropy; if it is on, raise it",
         ("no_signal", "frozen"),
     ),
     Cause(
@@ -157,7 +157,7 @@ _ALL = (
         "entropy",
         "error",
         "a broken update, sampling settings, or a reward that pays for repetition",
-        "Read the worst completions; switch on QUATRO's rollout filter",
+        "Read the worst completions; QUATRO's rollout filter, if it is off, drops such rollouts",
         ("all_truncated", "no_signal", "entropy_collapse"),
     ),
     Cause(

@@ -331,9 +331,9 @@ _GRADLOC = (
     Scalar(
         "rlstab/gradloc/completeness",
         "fraction",
-        "Sum of all tokens' shares; 1 checks the answer",
+        "Sum of the shares: 1 checks the answer; the culprits' alone where head norms named them",
         "range",
-        (0.95, 1.05),
+        (0.8, 1.2),
     ),
     Scalar("rlstab/gradloc/tier", "1", "Rung of the search that answered: 0 flags to 3 bisection", "context"),
     Scalar(

@@ -8,11 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlstab.callbacks.fire_drill import FireDrill
 from lightning_rlstab.callbacks.gradloc import GradLoc
+from lightning_rlstab.callbacks.opefo import OPEFO
 from lightning_rlstab.callbacks.seq_clip import SeqClip
 from lightning_rlstab.callbacks.stability_monitor import StabilityMonitor
+from lightning_rlstab.strategies import RLStabSingleDevice
 
 
 class Weights(pl.Callback):
@@ -109,8 +112,11 @@ def test_a_clip_that_never_acts_leaves_no_line(grpo_run: Callable[..., Any]) -> 
     assert grpo_run(SeqClip(), max_steps=3).events("clip") == []
 
 
-def test_a_clip_in_a_step_that_was_skipped_is_not_counted(grpo_run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("strategy", [RLStabSingleDevice, SingleDeviceStrategy])
+def test_a_clip_in_a_step_that_was_skipped_is_not_counted(grpo_run: Callable[..., Any], strategy: Any) -> None:
     drill = FireDrill([{"kind": "gradient_nan", "step": 2}])
-    run = grpo_run(drill, Shifted(-1.0, step=2), SeqClip(0.5, 2.0), max_steps=4)
+    run = grpo_run(
+        drill, Shifted(-1.0, step=2), SeqClip(0.5, 2.0), OPEFO(), max_steps=4, strategy=strategy(device="cpu")
+    )
     (line,) = run.events("clip")
     assert (line["step"], line["steps"]) == (3, 1)
