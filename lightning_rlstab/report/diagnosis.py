@@ -8,13 +8,17 @@ from typing import Any
 
 from lightning_rlstab.report.causes import CAUSES
 from lightning_rlstab.report.events import number_from_json
+from lightning_rlstab.report.levels import BASE_READINGS
 from lightning_rlstab.report.memory import Finding, MonitorConfig, MonitorState
 from lightning_rlstab.report.monitor import is_watched, restarted, step
 from lightning_rlstab.report.run import Reading, Run, canonical_series
 
-__all__ = ["HARD_CAUSES", "Diagnosis", "diagnose", "ranked"]
+__all__ = ["FEWEST_READINGS", "HARD_CAUSES", "Diagnosis", "diagnose", "ranked"]
 
 HARD_CAUSES = ("nan_reward", "nan_logprobs", "nan_loss", "nan_gradient", "gradient_spike")
+FEWEST_READINGS = 2 * BASE_READINGS
+"""Readings from which on a rule about a trend can have found anything: a level to start from, and one after it."""
+
 _GENERIC = "reward_collapse"
 
 
@@ -42,10 +46,16 @@ class Diagnosis:
         """No alarm, and something was looked at."""
         return self.readings > 0 and not self.alarms
 
+    @property
+    def is_conclusive(self) -> bool:
+        """Something was found, or the run was long enough for trends to show."""
+        return bool(self.findings) or self.readings >= FEWEST_READINGS
+
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
         return {
             "is_healthy": self.is_healthy,
+            "is_conclusive": self.is_conclusive,
             "readings": self.readings,
             "missing": list(self.missing),
             "findings": [finding_as_dict(finding) for finding in self.findings],

@@ -15,7 +15,7 @@ from lightning_rlstab.report.heat import strip_html, strip_of
 from lightning_rlstab.report.layout import GROUPS, chart_names
 from lightning_rlstab.report.run import Run
 from lightning_rlstab.report.scalars import declared
-from lightning_rlstab.report.words import event_words, figure, interventions, steps_words
+from lightning_rlstab.report.words import event_words, figure, interventions, silence, steps_words
 
 __all__ = ["comparison_page", "page"]
 
@@ -132,6 +132,8 @@ def _document(title: str, body: Sequence[str]) -> str:
 def _findings(diagnosis: Diagnosis) -> str:
     if not diagnosis.readings:
         return '<div class="card notice">No metrics to judge.</div>'
+    if not diagnosis.is_conclusive:
+        return f'<div class="card notice">{html.escape(silence(diagnosis).capitalize())}.</div>'
     if not diagnosis.findings:
         return '<div class="card healthy"><b>Healthy.</b> No rule found anything.</div>'
     cards = []

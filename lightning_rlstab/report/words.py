@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rlstab.report.causes import CAUSES
-from lightning_rlstab.report.diagnosis import Diagnosis
+from lightning_rlstab.report.diagnosis import FEWEST_READINGS, Diagnosis
 from lightning_rlstab.report.events import EVENT_KINDS, number_from_json
 from lightning_rlstab.report.memory import Finding
 from lightning_rlstab.report.run import Run
@@ -21,6 +21,7 @@ __all__ = [
     "figure",
     "interventions",
     "rollouts_markdown",
+    "silence",
     "spike_card",
     "steps_words",
 ]
@@ -56,6 +57,16 @@ def alarm_sentence(finding: Finding) -> str:
     return f"{cause.title} ({since}): {finding.rule}. {cause.action}."
 
 
+def silence(diagnosis: Diagnosis) -> str:
+    """What it means that no rule found anything."""
+    if diagnosis.is_conclusive:
+        return "no rule found anything"
+    return (
+        f"no rule found anything, but {diagnosis.readings} steps with readings are too few for trends "
+        f"(they take {FEWEST_READINGS}): only jumps and values that are not finite were judged"
+    )
+
+
 def diagnosis_text(run: Run, diagnosis: Diagnosis) -> str:
     """The whole diagnosis for a terminal."""
     lines = [f"{run.path}: {diagnosis.readings} steps with readings, last step {run.last_step}"]
@@ -63,7 +74,7 @@ def diagnosis_text(run: Run, diagnosis: Diagnosis) -> str:
     if not diagnosis.readings:
         lines.append("no metrics to judge")
     elif not diagnosis.findings:
-        lines.append("healthy: no rule found anything")
+        lines.append(f"healthy: {silence(diagnosis)}" if diagnosis.is_conclusive else silence(diagnosis))
     for number, finding in enumerate(diagnosis.findings, start=1):
         cause = CAUSES[finding.cause]
         lines += [
@@ -98,7 +109,7 @@ def diagnosis_markdown(diagnosis: Diagnosis, *, ending: str = "") -> str:
     if ending:
         parts.append(ending)
     if not diagnosis.findings:
-        parts.append("No rule found anything.")
+        parts.append(f"{silence(diagnosis).capitalize()}.")
     for number, finding in enumerate(diagnosis.findings, start=1):
         cause = CAUSES[finding.cause]
         parts.append(

@@ -19,7 +19,7 @@ from lightning_rlstab.report.page import page
 from lightning_rlstab.report.run import Series
 from lightning_rlstab.report.scalars import declared
 from lightning_rlstab.report.sources import read_run
-from lightning_rlstab.report.words import diagnosis_text, event_words, rollouts_markdown, spike_card
+from lightning_rlstab.report.words import diagnosis_markdown, diagnosis_text, event_words, rollouts_markdown, spike_card
 
 SPIKE = {
     "event": "spike",
@@ -89,6 +89,24 @@ def test_each_life_of_a_run_is_judged_and_the_second_death_is_named(event_run, t
 def test_a_run_that_logged_nothing_to_judge_is_not_called_healthy(tmp_path):
     EventLog(tmp_path / "events.jsonl").write("start", step=0)
     assert not diagnose(read_run(tmp_path)).is_healthy
+
+
+@pytest.mark.parametrize(("steps", "is_long"), [(19, False), (20, True)])
+def test_silence_about_a_short_run_is_not_taken_for_health(event_run, capsys, tmp_path, steps: int, is_long: bool):
+    """Ten quiet steps say nothing about entropy or reward."""
+    page = tmp_path / "page.html"
+    folder = event_run(steps=steps)
+    assert main([str(folder), "--html", str(page)]) == 0
+    told = capsys.readouterr().out
+    assert ("healthy:" in told) == ("Healthy." in page.read_text()) == is_long
+    assert ("too few for trends" in told) == ("too few for trends" in page.read_text()) == (not is_long)
+    found = diagnose(read_run(folder))
+    assert found.as_dict()["is_conclusive"] == is_long
+    assert ("too few" in diagnosis_markdown(found)) == (not is_long)
+
+
+def test_a_short_run_with_an_alarm_is_conclusive(event_run):
+    assert diagnose(read_run(event_run(steps=6, sick=lambda at: {"loss": math.nan} if at == 5 else {}))).is_conclusive
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
