@@ -43,6 +43,9 @@ MEMORY = TriggerConfig().memory_steps
 CULPRIT_FRAC = LadderSettings().culprit_frac
 ABSOLUTE_TOLERANCE = 0.02
 STANDARD_ERRORS = 3.0
+# Trials share the learned levels, and a level from 64 steps varies from run to run: 400 of them gave a rate a standard
+# error of 0.008, 20,000 trials one of 0.0035.
+MEMORIES = 2_000
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
 
@@ -496,11 +499,6 @@ def trained_states(
     return states
 
 
-def runs_needed(dims: float) -> int:
-    """How many memories to train: in few dimensions the learned level itself varies much from run to run."""
-    return 2_000 if dims <= 10 else 400
-
-
 def thresholds(states: Iterable[TriggerState], tokens: int, *, factor: float = FACTOR) -> np.ndarray:
     """The package's thresholds, in units of the norm of g."""
     config = TriggerConfig(min_norm=0.0, factor=factor)
@@ -631,7 +629,7 @@ def alarms(ledger: Ledger, trials: int, rng: np.random.Generator) -> list[dict[s
     """False alarms of the trigger, and of one clean segment of the search, by D and factor."""
     table = []
     for dims in (1, 2, 4, 10, 100, 1000):
-        states = trained_states(dims, runs_needed(dims), rng)
+        states = trained_states(dims, MEMORIES, rng)
         row: dict[str, Any] = {"D": dims}
         for factor in (1.2, 2.0, 3.0, 5.0):
             formula = trigger_false_alarm(dims, factor=factor)
@@ -646,7 +644,7 @@ def powers(
     ledger: Ledger, sizes: Iterable[int], dims: int, trials: int, searches: Mapping[int, int], rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     """Power of every stage at ratios around its own half-power point."""
-    states = trained_states(dims, runs_needed(dims), rng)
+    states = trained_states(dims, MEMORIES, rng)
     table = []
     for size in sizes:
         shape = shape_of(size)
@@ -706,7 +704,7 @@ def dimensions(ledger: Ledger, tokens: int, trials: int, rng: np.random.Generato
     """The half-power ratio of the largest share, and how sharp the trigger is, by D."""
     table = []
     for dims in (3, 10, 100, 1_000, 10_000, 100_000):
-        states = trained_states(dims, runs_needed(dims), rng)
+        states = trained_states(dims, MEMORIES, rng)
         half = half_power_ratios(tokens, dims, 4)
         for part in (0.9, 1.0, 1.1):
             ratio = part * half["trigger"]
@@ -732,7 +730,7 @@ def common_parts(ledger: Ledger, trials: int, rng: np.random.Generator) -> list[
         for common in (0.0, 1e-3, 1e-2, 1e-1):
             ratio = trigger_ratio_with_common(tokens, common)
             shared = tokens * common**2 * dims
-            states = trained_states(dims, 400, rng, noncentrality=shared)
+            states = trained_states(dims, MEMORIES, rng, noncentrality=shared)
             rate = trigger_rate(states, ratio, tokens, dims, trials, rng, noncentrality=shared)
             ledger.compare("half_power_with_common", 0.5, rate, trials, N=tokens, common=common)
             row[f"{common:g}"] = ratio
@@ -743,7 +741,7 @@ def common_parts(ledger: Ledger, trials: int, rng: np.random.Generator) -> list[
 def brute_force(ledger: Ledger, trials: int, rng: np.random.Generator) -> list[dict[str, Any]]:
     """Rates from draws against rates from materialised vectors, N = 256 and D = 24."""
     shape, dims = (4, 4, 2, 8), 24
-    states = trained_states(dims, runs_needed(dims), rng)
+    states = trained_states(dims, MEMORIES, rng)
     half = half_power_ratios(math.prod(shape), dims, shape[0])
     table = []
     for kind, ratio in (("directional", half["naming"]), ("bisect", half["search"]), ("auto", half["trigger"])):
@@ -986,7 +984,7 @@ def crossings(
     sizes: Iterable[int], dims: int, trials: int, rng: np.random.Generator
 ) -> dict[str, list[tuple[int, float]]]:
     """Where the simulated power of trigger and largest share crosses one half, by bisection on the ratio."""
-    states = trained_states(dims, runs_needed(dims), rng)
+    states = trained_states(dims, MEMORIES, rng)
     rates: dict[str, Callable[[float, int], float]] = {
         "trigger": lambda ratio, tokens: trigger_rate(states, ratio, tokens, dims, trials, rng),
         "top_share": lambda ratio, tokens: top_share_rate(ratio, tokens, dims, trials, rng),
