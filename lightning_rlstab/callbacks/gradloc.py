@@ -62,7 +62,7 @@ class GradLoc(pl.Callback):
             the shares, never bisection; ``"bisect"``: the reference search alone.
         action: ``"remove"``, ``"report"``, ``"skip"`` or ``"stop"``.
         top_k: Culprits named at most.
-        probe_budget: Masked backward passes allowed per spike.
+        probe_budget: Masked backward passes allowed per spike, beside one per micro-batch when it comes to bisection.
         trigger_factor: How many times the running level makes a spike, > 1.
         min_norm: A finite norm at or under this never triggers while the level is learned.
         warmup_steps: Steps before a learned level is trusted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,19 +47,15 @@ def bisection(
         oracle: Whom to ask.
         tau_token: Threshold of one token's gradient, see ``segment_threshold``; with inf only non-finite segments
             are over theirs.
-        budget: Masked backward passes allowed.
+        budget: Masked backward passes allowed beyond those of the enumeration, which are one sweep over the step
+            however often it is cut.
         most: Stop after so many tokens; None for no limit.
         is_reusing_parent: Spend memory to save backward passes; off where gradients are not finite.
     """
-    hunt = _Hunt(oracle, tau_token, budget, most, is_reusing_parent)
     mask = oracle.signals.mask
-    parts: list[tuple[Tensor, SubsetGradient]] = []
-    for index in range(mask.shape[0]):
-        segment = torch.zeros_like(mask)
-        segment[index] = mask[index]
-        if segment.any() and (part := hunt.probe(segment)) is not None:
-            parts.append((segment, part))
-    for segment, part in sorted(parts, key=lambda item: _size(item[1]), reverse=True):
+    present = [index for index in range(mask.shape[0]) if mask[index].any()]
+    hunt = _Hunt(oracle, tau_token, budget + len(present) if budget > 0 else 0, most, is_reusing_parent)
+    for segment, part in sorted(hunt.enumerated(present), key=lambda item: _size(item[1]), reverse=True):
         hunt.visit(segment, part)
     found = sorted(hunt.found, key=lambda item: math.inf if not math.isfinite(item[1]) else item[1], reverse=True)
     return BisectionResult(found=tuple(found), probes=hunt.probes, is_budget_exhausted=hunt.is_budget_exhausted)
@@ -90,6 +87,17 @@ class _Hunt:
             return None
         self.probes += 1
         return self.oracle.subset_gradient(segment, is_kept=self.is_reusing_parent)
+
+    def enumerated(self, micro_batches: Sequence[int]) -> list[tuple[Tensor, SubsetGradient]]:
+        """The micro-batches over their threshold; the others' gradients, each as large as the model, are let go."""
+        mask, parts = self.oracle.signals.mask, []
+        for index in micro_batches:
+            segment = torch.zeros_like(mask)
+            segment[index] = mask[index]
+            part = self.probe(segment)
+            if part is not None and self.is_over(segment, part):
+                parts.append((segment, part))
+        return parts
 
     def is_over(self, segment: Tensor, part: SubsetGradient) -> bool:
         limit = segment_threshold(self.tau_token, segment_tokens=int(segment.sum()), window_tokens=self.window_tokens)

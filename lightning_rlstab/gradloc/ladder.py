@@ -42,7 +42,8 @@ class LadderSettings:
         search: ``"auto"`` climbs the ladder; ``"directional"`` always takes the shares of all tokens and stays on
             tiers 0 to 2; ``"bisect"`` is the reference search.
         top_k: Culprits named at most, >= 1.
-        probe_budget: Masked backward passes allowed in one search, >= 1.
+        probe_budget: Masked backward passes allowed in one search, >= 1; the reference search's one per micro-batch
+            come on top.
         completeness_tolerance: Largest distance of the sum of shares from 1 that passes the check, in (0, 1).
         culprit_frac: A token is a culprit when its own gradient reaches this fraction of the threshold, in (0, 1].
 

@@ -38,7 +38,7 @@ def nonfinite_finding(
     Args:
         oracle: Whom to ask; ``grad_norm`` is inf or NaN.
         threshold: Norm above which a step counts as a spike.
-        budget: Masked backward passes allowed.
+        budget: Masked backward passes allowed beyond one per micro-batch.
         top_k: Culprits listed at most; all are taken away.
         is_rebuilding: Whether to compute the gradient anew without the culprits.
     """

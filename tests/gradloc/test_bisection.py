@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +58,35 @@ def test_two_opposite_neighbours_are_missed_as_documented(oracle_of) -> None:
     assert found(bisection(oracle, tau_token=TAU, budget=100)) == set()
 
 
+def test_many_micro_batches_do_not_use_up_the_budget(oracle_of) -> None:
+    oracle = oracle_of({(70, 0, 1, 2): 3.0}, shape=(80, 1, 2, 4), size=0.001)
+    result = bisection(oracle, tau_token=0.05 * 640, budget=8)
+    assert found(result) == {(70, 0, 1, 2)}
+    assert result.probes == 83
+    assert not result.is_budget_exhausted
+
+
+def test_of_the_enumeration_only_gradients_over_their_threshold_are_kept(oracle_of, monkeypatch) -> None:
+    oracle = oracle_of({(2, 0, 3, 15): 1.0})
+    alive: list[weakref.ref[Any]] = []
+    record = oracle.subset_gradient
+
+    def kept(tokens: torch.Tensor, *, is_kept: bool = False) -> Any:
+        part = record(tokens, is_kept=is_kept)
+        if len(alive) == 4:  # the first halving: what the enumeration left is what is alive now
+            assert [reference() is not None for reference in alive] == [False, False, True, False]
+        alive.append(weakref.ref(part))
+        return part
+
+    monkeypatch.setattr(oracle, "subset_gradient", kept)
+    assert found(bisection(oracle, tau_token=TAU, budget=100)) == {(2, 0, 3, 15)}
+    assert len(alive) > 4
+
+
 def test_an_exhausted_budget_is_reported(oracle_of) -> None:
-    result = bisection(oracle_of({(2, 0, 3, 15): 1.0}), tau_token=TAU, budget=6)
+    result = bisection(oracle_of({(2, 0, 3, 15): 1.0}), tau_token=TAU, budget=5)
     assert result.is_budget_exhausted
-    assert result.probes == 6
+    assert result.probes == 9  # four to enumerate, five to halve
     assert found(result) == set()
 
 
