@@ -309,7 +309,7 @@ class Step:
         self.norm = float(np.linalg.norm(self.whole))
         self.sums: dict[tuple[int, int], np.ndarray] = {(0, self.tokens): noise}
         self.remaining, self.last = self.whole.copy(), np.zeros(dims)
-        self.cost_sweeps, self.weight_norm, self.layer_norms = 0.0, 0.0, {}
+        self.cost_sweeps, self.layer_norms = 0.0, {}
         self._signals: WindowSignals | None = None
         self._base: Tensor | None = None
         self.projections: np.ndarray | None = None
@@ -442,7 +442,11 @@ class Step:
         vector = parent.gradient - part.gradient
         return SubsetGradient(norm=float(np.linalg.norm(vector)) / self.tokens, gradient=vector)
 
-    def deduct(self) -> Deduction:
+    def weight_norm(self) -> float:
+        """No rounding of weights here."""
+        return 0.0
+
+    def deduct(self, part: SubsetGradient) -> Deduction:
         """Take the last gradient away."""
         self.remaining = self.remaining - self.last
         norm = float(np.linalg.norm(self.remaining)) / self.tokens

@@ -331,7 +331,8 @@ def _readings(finding: Finding, state: TriggerState) -> dict[str, float]:
         "rlstab/gradloc/cost_sweeps": finding.cost_sweeps,
         "rlstab/gradloc/releases": float(state.releases),
     }
-    if finding.completeness is not None and math.isfinite(finding.completeness):
+    is_check = finding.shares_of == "all tokens"
+    if is_check and finding.completeness is not None and math.isfinite(finding.completeness):
         readings["rlstab/gradloc/completeness"] = finding.completeness
     if finding.culprits and finding.culprits[0].share is not None:
         readings["rlstab/gradloc/top_share"] = finding.culprits[0].share

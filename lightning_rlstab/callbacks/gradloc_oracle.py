@@ -77,7 +77,6 @@ class StepOracle:
         self.deducted = torch.zeros_like(self.signals.mask)
         self.cost_sweeps = 0.0
         self._last_tokens = torch.zeros_like(self.signals.mask)
-        self._last_norm = math.nan
         self._remaining: dict[str, Tensor] | None = None
         self._gradients: dict[str, Tensor] = {}
         self._contexts = ExitStack()
@@ -111,11 +110,6 @@ class StepOracle:
     # Tier 1 -----------------------------------------------------------------------------------------------------------
 
     @property
-    def weight_norm(self) -> float:
-        """Norm of the trainable weights over all ranks; ``.grad`` is empty afterwards."""
-        return self._norm_of({name: p.detach() for name, p in self._probe.trainable_parameters().items()})
-
-    @property
     def base_losses(self) -> Tensor | None:
         """Linearised token losses of the training forward, or None when it ran in lower precision."""
         if not self._is_full_precision:
@@ -128,6 +122,10 @@ class StepOracle:
                 ]
             self._base = self._gathered(parts)
         return self._base
+
+    def weight_norm(self) -> float:
+        """Norm of the trainable weights over all ranks; ``.grad`` is empty afterwards."""
+        return self._norm_of({name: p.detach() for name, p in self._probe.trainable_parameters().items()})
 
     def linear_losses(self, shift: float, sequences: Tensor | None = None) -> Tensor:
         """Linearised token losses at theta + shift * g/||g||, float64, gathered from all ranks."""
@@ -186,9 +184,8 @@ class StepOracle:
                 own = tokens[index, self._rank]
                 last = int(tokens[index].flatten(0, 1).any(dim=0).nonzero().max())
                 self._backward(index, own, self._rows(index, own.any(dim=-1)), width=last + 1)
-        part = self._record(is_kept=is_kept)
-        self._last_tokens, self._last_norm = tokens, part.norm
-        return part
+        self._last_tokens = tokens
+        return self._record(is_kept=is_kept)
 
     def difference(self, parent: SubsetGradient, part: SubsetGradient) -> SubsetGradient:
         """``parent - part`` of two kept gradients."""
@@ -202,13 +199,14 @@ class StepOracle:
         gradient = self._scratch() if is_kept else None
         return SubsetGradient(norm=norms.total, layers=dict(norms.per_layer), gradient=gradient)
 
-    def deduct(self) -> Deduction:
-        """Take what lies in ``.grad`` away from what remains; ``.grad`` is empty afterwards.
+    def deduct(self, part: SubsetGradient) -> Deduction:
+        """Take what lies in ``.grad``, measured as ``part``, away from what remains; ``.grad`` is empty afterwards.
 
         2 <x, g> = ||g||^2 + ||x||^2 - ||g - x||^2: norms are right under every sharding, an inner product would need
         a reduction of its own.
         """
-        scratch = self._scratch()
+        # DDP fills in zeros for parameters that the step's own gradient has no entry for.
+        scratch = {name: taken for name, taken in self._scratch().items() if name in self._gradients}
         self._clear()
         with torch.no_grad():
             for name, taken in scratch.items():
@@ -218,7 +216,7 @@ class StepOracle:
         without = self._gradients | scratch
         if self._remaining is None:  # the first tokens: their gradient's memory is taken over
             self._remaining = {name: g if name in scratch else g.clone() for name, g in without.items()}
-        x, rest = self._last_norm / self.grad_norm, self._norm_of(without) / self.grad_norm
+        x, rest = part.norm / self.grad_norm, self._norm_of(without) / self.grad_norm
         self.deducted |= self._last_tokens
         return Deduction(remaining_norm=self._norm_of(self._remaining), share=0.5 + 0.5 * (x - rest) * (x + rest))
 

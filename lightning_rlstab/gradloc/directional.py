@@ -39,6 +39,11 @@ class Shares:
     is_complete: bool
     shift: float
 
+    @property
+    def distance(self) -> float:
+        """How far the sum is from 1; inf for NaN."""
+        return math.inf if math.isnan(self.completeness) else abs(self.completeness - 1)
+
 
 def no_shares(oracle: GradientOracle) -> Shares:
     """What is known of the shares before any was taken."""
@@ -61,9 +66,10 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
     Returns:
         The shares of the attempt whose sum came nearest to 1.
     """
-    rounding = _SMALLEST_RELATIVE_MOVE * oracle.weight_norm
+    rounding = _SMALLEST_RELATIVE_MOVE * oracle.weight_norm()
     shift = _right_shift(probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=1.0), rounding)
     best: Shares | None = None
+    factor, longest = 1.0, math.inf
     for attempt in range(_ATTEMPTS):
         above = oracle.linear_losses(shift)
         if attempt == 0 and oracle.base_losses is not None:
@@ -72,12 +78,19 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
                 shift = right
                 above = oracle.linear_losses(shift)
         shares = _difference(oracle, above, shift, tolerance)
-        if best is None or abs(shares.completeness - 1) < abs(best.completeness - 1):
-            best = shares
-        if shares.is_complete or oracle.base_losses is None:
+        is_nearer = best is None or shares.distance < best.distance
+        if best is None and oracle.base_losses is not None:
+            change = _decisive_change(oracle.signals, above - oracle.base_losses)
+            factor = 0.2 if change > _WANTED_CHANGE / 10 else 5.0
+            longest = shift * _LARGEST_CHANGE / change if change > 0 else math.inf
+        elif not is_nearer:
+            factor = 1 / factor  # the other way
+        best = shares if best is None or is_nearer else best
+        if best.is_complete or oracle.base_losses is None:
             break  # in low precision another shift costs two whole sweeps and seldom helps
-        change = _decisive_change(oracle.signals, above - oracle.base_losses)
-        shift *= 0.2 if change > _WANTED_CHANGE / 10 and shift > rounding else 5.0
+        if best.shift * factor > longest:
+            break
+        shift = best.shift * factor
     assert best is not None
     return best
 

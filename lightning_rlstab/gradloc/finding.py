@@ -25,8 +25,8 @@ class Culprit:
     Attributes:
         address: Where it is.
         token_id: Its id in the vocabulary.
-        share: Its share of the squared gradient norm, signed: exact where its gradient was measured, else from the
-            forward probe; None when neither was taken.
+        share: Its share of the squared gradient norm, signed: to rounding where its gradient was measured, else from
+            the forward probe; None when neither was taken.
         grad_norm: Norm of its own gradient; None when it was not measured.
         importance_ratio: Policy in training over policy that sampled; None when the latter is unknown.
         cause: Why.
@@ -54,8 +54,9 @@ class Finding:
         grad_norm: Norm of the step's gradient.
         threshold: Norm above which it counted as a spike.
         remaining_norm: Norm without the culprits; None when nothing was taken away.
-        completeness: Sum of all shares, 1 when the answer is whole; where the head norms sufficed, the sum over the
-            culprits alone. None when shares were not taken.
+        completeness: Sum of the shares that were taken; None when none were.
+        shares_of: Whose shares these are: of all tokens, where 1 means that nothing is missing, or of the culprits
+            alone, where the remaining norm is the proof.
         effective_tokens: Participation number of the shares, or of the squared head norms; None when neither was taken.
         layers: (layer, share of the spike's squared norm), largest first.
         strip: Weight of every token of the first culprit's sequence in the spike; empty when weights were not taken.
@@ -72,6 +73,7 @@ class Finding:
     threshold: float
     remaining_norm: float | None = None
     completeness: float | None = None
+    shares_of: Literal["all tokens", "culprits"] | None = None
     effective_tokens: float | None = None
     layers: tuple[tuple[str, float], ...] = ()
     strip: tuple[float, ...] = ()

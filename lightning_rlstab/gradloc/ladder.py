@@ -30,7 +30,9 @@ from lightning_rlstab.gradloc.oracle import GradientOracle, SubsetGradient, Toke
 __all__ = ["LadderSettings", "localized"]
 
 _DOMINANT_SHARE = 0.5
-_CLEAR_SHARE = 0.9  # of the squared head norms; a token that alone lifts a step five times over its level has 0.96
+# Of the squared head norms before, of the spike itself after measuring. A token that alone lifts a step five times over
+# its level has 0.96 of the squared norm.
+_CLEAR_SHARE = 0.9
 _MOST_MISSES = 3
 
 
@@ -154,19 +156,22 @@ def _finding(
     if settings.search == "bisect" or not bool((oracle.signals.slope != 0).any()):
         return _by_bisection(case, tau_token, blank)
     if settings.search == "auto" and _is_clear(case):
-        finding = _by_head_norms(case, blank)
-        if finding.culprits:
-            return finding
-        case = dataclasses.replace(case, probes_spent=finding.backward_probes)
-        blank = dataclasses.replace(blank, backward_probes=finding.backward_probes)
+        confirmed = _confirmed_tokens(case, no_shares(oracle), least_first_share=_CLEAR_SHARE / settings.top_k / 2)
+        if _is_proof(case, confirmed):
+            return _head_norm_finding(case, confirmed, blank)
+        oracle.start_over()
+        case = dataclasses.replace(case, probes_spent=confirmed.probes)
+        blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
     shares = gradient_shares(oracle, tolerance=settings.completeness_tolerance)
-    blank = dataclasses.replace(blank, completeness=shares.completeness)
+    blank = dataclasses.replace(blank, completeness=shares.completeness, shares_of="all tokens")
     if not shares.is_complete:
         note = f"The shares sum to {shares.completeness:.3g} instead of 1: the forward probe was not trusted."
         blank = dataclasses.replace(blank, notes=(note,), tier=2)
     finding = _by_tokens(case, shares, blank)
     if shares.is_complete or finding.culprits or finding.verdict == "layer" or settings.search == "directional":
         return finding
+    oracle.start_over()
+    case = dataclasses.replace(case, probes_spent=finding.backward_probes)
     return _by_bisection(case, tau_token, blank)
 
 
@@ -180,23 +185,27 @@ def _is_clear(case: _Case) -> bool:
     return float(largest.sum()) >= _CLEAR_SHARE and _dominant_sequence(weight, case.mismatch) is None
 
 
-def _by_head_norms(case: _Case, blank: Finding) -> Finding:
-    """Measure the tokens with the largest head norms at once; no sweep over the step is needed when they explain it.
+def _is_proof(case: _Case, confirmed: _Confirmed) -> bool:
+    """Whether single tokens are the spike: they hold nearly all of it, a usual step remains, no sequence is off."""
+    off = case.mismatch.off_sequences
+    return (
+        confirmed.remaining is not None
+        and confirmed.remaining <= case.threshold
+        and sum(share for *_, share in confirmed.tokens) >= _CLEAR_SHARE
+        and not any(bool(off[address[:3]]) for address, *_ in confirmed.tokens)
+    )
 
-    The proof is what remains: it must be a usual step. Otherwise nobody is named and nothing stays deducted.
-    """
-    shares = no_shares(case.oracle)
-    weight = relative_weights(case.oracle, shares)
-    confirmed = _confirmed_tokens(case, shares)
-    blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
-    if confirmed.remaining is None or confirmed.remaining > case.threshold:
-        case.oracle.start_over()
-        return blank
+
+def _head_norm_finding(case: _Case, confirmed: _Confirmed, blank: Finding) -> Finding:
+    """The tokens that head norms pointed to and whose own gradients proved it; no sweep over the step was needed."""
+    weight = relative_weights(case.oracle, no_shares(case.oracle))
     blank = dataclasses.replace(
         blank,
         tier=2,
         completeness=sum(share for *_, share in confirmed.tokens),
+        shares_of="culprits",
         effective_tokens=effective_tokens(weight),
+        backward_probes=confirmed.probes,
     )
     return _with_strip(_token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank), weight)
 
@@ -219,6 +228,7 @@ def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     confirmed = _confirmed_tokens(case, shares)
     blank = dataclasses.replace(blank, backward_probes=case.probes_spent + confirmed.probes)
     if not case.is_explained(confirmed.remaining):
+        case.oracle.start_over()
         return blank
     return _with_strip(_token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank), weight)
 
@@ -257,8 +267,9 @@ def _sequence_finding(case: _Case, sequence: tuple[int, int, int], shares: Share
     values = shares.values if shares.is_complete else None
     tokens = torch.zeros_like(signals.mask)
     tokens[sequence] = signals.mask[sequence]
-    profile = layer_shares(case.oracle.subset_gradient(tokens).layers)
-    remaining = case.oracle.deduct().remaining_norm
+    whole = case.oracle.subset_gradient(tokens)
+    profile = layer_shares(whole.layers)
+    remaining = case.oracle.deduct(whole).remaining_norm
     others = _confirmed_tokens(case, shares, closed=tokens)
     size = values if values is not None else signals.slope.abs() if signals.head_norms is None else signals.head_norms
     order = size[sequence].argsort(descending=True).tolist()
@@ -280,8 +291,13 @@ def _sequence_finding(case: _Case, sequence: tuple[int, int, int], shares: Share
     )
 
 
-def _confirmed_tokens(case: _Case, shares: Shares, *, closed: Tensor | None = None) -> _Confirmed:
-    """Measure candidates one by one, largest estimate first, until what is left would not be a culprit."""
+def _confirmed_tokens(
+    case: _Case, shares: Shares, *, closed: Tensor | None = None, least_first_share: float = -math.inf
+) -> _Confirmed:
+    """Measure candidates one by one, largest estimate first, until what is left would not be a culprit.
+
+    Where the first one has less than ``least_first_share`` of the spike, the estimates lead nowhere: no further ones.
+    """
     oracle, settings = case.oracle, case.settings
     floor = settings.culprit_frac * case.threshold
     estimates = NormEstimates(oracle, shares, closed=closed)
@@ -296,10 +312,12 @@ def _confirmed_tokens(case: _Case, shares: Shares, *, closed: Tensor | None = No
         probes += 1
         estimates.learn(address, part.norm)
         if part.norm >= floor:
-            remaining, share = oracle.deduct()
+            remaining, share = oracle.deduct(part)
             tokens.append((address, part, share))
         else:
             misses += 1
+        if probes == 1 and (not tokens or tokens[0][2] < least_first_share) and least_first_share > 0:
+            break
     return _Confirmed(tokens=tuple(tokens), remaining=remaining, probes=probes)
 
 
@@ -330,12 +348,13 @@ def _by_bisection(case: _Case, tau_token: float, blank: Finding) -> Finding:
     )
     if not result.found:
         return blank
-    oracle.subset_gradient(oracle.signals.selection(*(address for address, _ in result.found)))
-    remaining = oracle.deduct().remaining_norm
+    together = oracle.subset_gradient(oracle.signals.selection(*(address for address, _ in result.found)))
+    remaining = oracle.deduct(together).remaining_norm
     blank = dataclasses.replace(blank, backward_probes=probes + 1)
     if not case.is_explained(remaining):
         listed = ", ".join(str(tuple(address)) for address, _ in result.found[:3])
         note = f"Tokens over their own threshold ({listed}) do not explain the spike."
+        oracle.start_over()
         return dataclasses.replace(blank, notes=(*notes, note))
     culprits = tuple(
         dataclasses.replace(_culprit(case, address, None, None), grad_norm=norm) for address, norm in result.found

@@ -96,7 +96,7 @@ class Deduction(NamedTuple):
 
     Attributes:
         remaining_norm: Norm of what remains of g after everything deducted so far.
-        share: <x, g> / ||g||^2, exact: from norms, not from a finite difference.
+        share: <x, g> / ||g||^2, from norms instead of a finite difference, so to the rounding of 1.
     """
 
     remaining_norm: float
@@ -119,16 +119,15 @@ class GradientOracle(Protocol):
     cost_sweeps: float
 
     @property
-    def weight_norm(self) -> float:
-        """Norm of the trainable weights, which says below which distance a move of them drowns in their rounding."""
-        ...
-
-    @property
     def base_losses(self) -> Tensor | None:
         """Linearised token losses at theta, as ``linear_losses``; None if the training forward ran in lower precision.
 
         Only losses made with the same arithmetic may be subtracted from each other.
         """
+        ...
+
+    def weight_norm(self) -> float:
+        """Norm of the trainable weights, which says below which distance a move of them drowns in their rounding."""
         ...
 
     def linear_losses(self, shift: float, sequences: Tensor | None = None) -> Tensor:
@@ -153,8 +152,8 @@ class GradientOracle(Protocol):
         """``parent - part`` of two kept gradients, without a backward."""
         ...
 
-    def deduct(self) -> Deduction:
-        """Take the gradient of the last ``subset_gradient`` away from what remains of g."""
+    def deduct(self, part: SubsetGradient) -> Deduction:
+        """Take away from what remains of g the answer of the ``subset_gradient`` just asked, which is used up by it."""
         ...
 
     def start_over(self) -> None:

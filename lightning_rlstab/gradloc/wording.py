@@ -44,6 +44,7 @@ def event_fields(
         "action": action,
         "tier": finding.tier,
         "completeness": finding.completeness,
+        "shares_of": finding.shares_of,
         "cost_sweeps": round(finding.cost_sweeps, 4),
         "verdict": finding.verdict,
         "culprits": culprits,

@@ -331,9 +331,9 @@ _GRADLOC = (
     Scalar(
         "rlstab/gradloc/completeness",
         "fraction",
-        "Sum of the shares: 1 checks the answer; the culprits' alone where head norms named them",
+        "Sum of all tokens' shares, where they were taken; 1 checks the answer",
         "range",
-        (0.8, 1.2),
+        (0.95, 1.05),
     ),
     Scalar("rlstab/gradloc/tier", "1", "Rung of the search that answered: 0 flags to 3 bisection", "context"),
     Scalar(

@@ -137,7 +137,7 @@ def spike_card(event: Mapping[str, Any]) -> str:
         f"verdict {event.get('verdict', '-')}",
         f"action {event.get('action', '-')}",
         f"tier {event.get('tier', '-')}",
-        f"shares sum to {figure(event.get('completeness'))}",
+        f"shares of {event.get('shares_of') or 'all tokens'} sum to {figure(event.get('completeness'))}",
         f"cost {figure(event.get('cost_sweeps'))} sweeps",
     ]
     parts.append(" · ".join(facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
         self._last_verdict: Verdict | None = None
         self._is_stepping = False
         self._is_voting = False
-        self._measured: tuple[object, GradientNorms] | None = None
+        self._measured: _Measured | None = None
         self._named: dict[str, nn.Parameter] = {}
         self._stashed = []
 
@@ -168,10 +169,9 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
         One pass, one reduction and one wait for the device; repeated calls are free until a gradient changes.
         """
         parameters = self.trainable_parameters()
-        state = _versions(parameters)
-        if self._measured is None or self._measured[0] != state:
-            self._measured = (state, gradient_norms(parameters, self.collectives))
-        return self._measured[1]
+        if self._measured is None or not self._measured.is_of(parameters):
+            self._measured = _Measured(parameters, gradient_norms(parameters, self.collectives))
+        return self._measured.norms
 
     def decide(self) -> None:
         """Merge all votes of all ranks; called once per optimizer step, on every rank, after the last callback.
@@ -214,7 +214,7 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
             return None
         finally:
             self._is_stepping = self._is_voting = self._staging.is_open = False
-            self._last_gradient_norm = None if self._measured is None else self._measured[1].total
+            self._last_gradient_norm = None if self._measured is None else self._measured.norms.total
             self._measured = None
             self._votes.clear()
         self.applied_steps += 1
@@ -271,7 +271,7 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
         if staging.is_on:
             staging.close_window(parameters, self._is_kept)
         if staging.micro_batches == 1 and not staging.dropped and staging.newest is not None:
-            self._measured = (_versions(parameters), staging.newest)
+            self._measured = _Measured(parameters, staging.newest)
         self._is_voting = True
 
     def _is_staging_needed(self) -> bool:
@@ -301,12 +301,30 @@ class StepGateMixin(ProbeMixin, WeightsMixin, CheckpointMixin):
         clip_by_value(self.trainable_parameters().values(), float(clip_val))
 
 
-def _versions(parameters: Mapping[str, nn.Parameter]) -> tuple[object, ...]:
-    return tuple(_version(parameter.grad) for parameter in parameters.values())
+class _Measured:
+    """Norms, and the gradients they are of: gone when a gradient is replaced or written to, whole or local piece.
+
+    By weak reference and not by ``id``: the memory of a freed gradient is often the next one's.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], norms: GradientNorms) -> None:
+        self.norms = norms
+        self._seen = [_seen(parameter.grad) for parameter in parameters.values()]
+
+    def is_of(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether these parameters' gradients are the ones measured, unchanged."""
+        gradients = [parameter.grad for parameter in parameters.values()]
+        return len(gradients) == len(self._seen) and all(map(_is_unchanged, gradients, self._seen))
 
 
-def _version(gradient: Tensor | None) -> tuple[int, int, int] | None:
-    """Changes whenever the gradient is replaced or written to, as a whole or through its local piece."""
-    if gradient is None:
-        return None
-    return id(gradient), gradient._version, local(gradient)._version
+_Seen = tuple["weakref.ref[Tensor]", int, int]
+
+
+def _seen(gradient: Tensor | None) -> _Seen | None:
+    return None if gradient is None else (weakref.ref(gradient), gradient._version, local(gradient)._version)
+
+
+def _is_unchanged(gradient: Tensor | None, seen: _Seen | None) -> bool:
+    if gradient is None or seen is None:
+        return gradient is None and seen is None
+    return seen[0]() is gradient and seen[1:] == (gradient._version, local(gradient)._version)

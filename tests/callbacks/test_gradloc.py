@@ -53,7 +53,9 @@ def test_a_planted_token_is_named_removed_and_told(spiked: Callable[..., Any]) -
     assert event["step"] == STEP
     assert event["verdict"] == "tokens"
     assert event["action"] == "removed"
-    assert event["completeness"] == pytest.approx(event["culprits"][0]["share"])
+    assert event["shares_of"] == "culprits"
+    assert 0.8 < event["completeness"] < 1.2
+    assert "rlstab/gradloc/completeness" not in run.curves  # that curve is the check of all tokens' shares
     assert event["grad_norm"] > event["threshold"] >= event["remaining_norm"]
     (culprit,) = event["culprits"]
     assert (culprit["micro_batch"], culprit["rank"]) == (2, 0)
@@ -95,14 +97,15 @@ class WithoutToken(pl.Callback):
         return dataclasses.replace(inputs, token_weights=weights)
 
 
+@pytest.mark.parametrize("search", ["auto", "directional"])
 @pytest.mark.parametrize("magnitude", [100.0, 3000.0])
 def test_removing_gives_the_update_of_the_same_batch_without_the_token(
-    spiked: Callable[..., Any], magnitude: float
+    spiked: Callable[..., Any], magnitude: float, search: str
 ) -> None:
     seen, expected = Gradients(), Gradients()
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
     drill = {"token": 2, "magnitude": magnitude}
-    run = spiked(fault("token_mismatch", **drill), gradloc(), seen, settings=sgd)
+    run = spiked(fault("token_mismatch", **drill), gradloc(search=search), seen, settings=sgd)
     culprit = spike_of(run)["culprits"][0]
     token = (culprit["micro_batch"], culprit["sequence"], culprit["token"])
     clean = spiked(fault("token_mismatch", **drill), WithoutToken(token), expected, settings=sgd)
@@ -112,22 +115,24 @@ def test_removing_gives_the_update_of_the_same_batch_without_the_token(
     assert (update[0] - update[1]).norm() / update[1].norm() < 1e-5
 
 
-def test_reporting_leaves_every_bit_of_the_run_alone(spiked: Callable[..., Any]) -> None:
-    with_it = spiked(fault("token_mismatch", magnitude=200.0), gradloc(action="report"))
+@pytest.mark.parametrize("search", ["auto", "directional"])
+def test_reporting_leaves_every_bit_of_the_run_alone(spiked: Callable[..., Any], search: str) -> None:
+    with_it = spiked(fault("token_mismatch", magnitude=200.0), gradloc(action="report", search=search))
     without = spiked(fault("token_mismatch", magnitude=200.0))
     assert spike_of(with_it)["action"] == "reported"
     assert all(torch.equal(a, b) for a, b in zip(with_it.watch.weights, without.watch.weights, strict=True))
     assert with_it.watch.losses == without.watch.losses
 
 
+@pytest.mark.parametrize("search", ["auto", "directional"])
 def test_reporting_leaves_a_run_with_dropout_alone_too(
-    spiked: Callable[..., Any], tiny_policy: Callable[..., Any]
+    spiked: Callable[..., Any], tiny_policy: Callable[..., Any], search: str
 ) -> None:
     runs = [
         spiked(
             fault("token_mismatch", magnitude=200.0), *guards, settings={"model": tiny_policy(attention_dropout=0.1)}
         )
-        for guards in ([gradloc(action="report")], [])
+        for guards in ([gradloc(action="report", search=search)], [])
     ]
     assert spike_of(runs[0])["culprits"]
     assert torch.equal(runs[0].weights, runs[1].weights)
@@ -278,12 +283,15 @@ def test_an_exhausted_budget_is_reported(spiked: Callable[..., Any]) -> None:
     assert "budget" in event["notes"][0]
 
 
-@pytest.mark.parametrize("search", ["auto", "directional"])
-def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(spiked: Callable[..., Any], search: str) -> None:
+@pytest.mark.parametrize(("search", "tier"), [("auto", 2), ("directional", 1)])
+def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(
+    spiked: Callable[..., Any], search: str, tier: int
+) -> None:
     callbacks = fault("token_mismatch", token=2, magnitude=300.0), gradloc(search=search)
     run = spiked(*callbacks, precision="bf16-mixed")
     event = spike_of(run)
     drill = run.events("fire_drill")[0]
+    assert event["tier"] == tier
     assert event["completeness"] == pytest.approx(1, abs=0.05)
     culprit = event["culprits"][0]
     assert (culprit["micro_batch"], culprit["sequence"], culprit["token"]) == (1, drill["sequence"], drill["token"])
@@ -291,7 +299,7 @@ def test_in_bf16_the_probe_runs_in_float32_and_still_names_the_token(spiked: Cal
 
 
 @pytest.mark.parametrize("search", ["auto", "directional"])
-def test_with_bf16_weights_the_failed_check_is_noticed_and_the_token_named(
+def test_with_bf16_weights_the_token_is_named_and_a_check_that_fails_is_noticed(
     spiked: Callable[..., Any], tiny_policy: Callable[..., Any], search: str
 ) -> None:
     run = spiked(
@@ -302,9 +310,10 @@ def test_with_bf16_weights_the_failed_check_is_noticed_and_the_token_named(
     )
     event = spike_of(run)
     drill = run.events("fire_drill")[0]
-    if search == "directional":  # the other one needs no probe that moves the weights
-        assert abs(event["completeness"] - 1) > 0.05
-        assert "not trusted" in event["notes"][0]
+    is_probed = search == "directional"  # head norms first need no probe that moves the weights
+    assert event["shares_of"] == ("all tokens" if is_probed else "culprits")
+    assert (abs(event["completeness"] - 1) > 0.05) == is_probed
+    assert ("not trusted" in " ".join(event["notes"])) == is_probed
     assert event["tier"] == 2
     culprit = event["culprits"][0]
     assert (culprit["micro_batch"], culprit["sequence"], culprit["token"]) == (1, drill["sequence"], drill["token"])
@@ -407,9 +416,13 @@ def test_a_micro_batch_dropped_by_another_guard_is_searched_and_its_clean_part_g
     assert difference < 1e-5
 
 
-def test_in_report_mode_a_dropped_micro_batch_is_named_and_stays_dropped(spiked: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("search", ["auto", "directional"])
+def test_in_report_mode_a_dropped_micro_batch_is_named_and_stays_dropped(
+    spiked: Callable[..., Any], search: str
+) -> None:
     drill = {"token": 2, "magnitude": 500.0}
-    runs = [spiked(fault("token_mismatch", **drill), *guards, staged()) for guards in ([gradloc(action="report")], [])]
+    choices = ([gradloc(action="report", search=search)], [])
+    runs = [spiked(fault("token_mismatch", **drill), *guards, staged()) for guards in choices]
     assert spike_of(runs[0])["action"] == "dropped"
     assert spike_of(runs[0])["culprits"]
     assert torch.equal(runs[0].weights, runs[1].weights)

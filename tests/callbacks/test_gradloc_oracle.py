@@ -163,8 +163,7 @@ def test_a_difference_of_kept_gradients_is_the_gradient_of_the_rest(ask: Callabl
 def test_what_remains_after_deducting_equals_running_the_rest_alone(ask: Callable[..., None]) -> None:
     def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
         place = TokenAddress(*(int(i) for i in torch.unravel_index(oracle.signals.head_norms.argmax(), (3, 1, 4, 8))))
-        oracle.subset_gradient(oracle.signals.selection(place))
-        deducted = oracle.deduct().remaining_norm
+        deducted = oracle.deduct(oracle.subset_gradient(oracle.signals.selection(place))).remaining_norm
         assert deducted < oracle.grad_norm
         assert oracle.rebuild_without(oracle.signals.selection(place)) == pytest.approx(deducted, rel=1e-5)
 
@@ -175,8 +174,21 @@ def test_a_deducted_tokens_share_is_its_inner_product_with_the_gradient(ask: Cal
     def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
         square = inner(whole, whole)
         for address, gradient in sorted(token_gradients(pl_module, whole), key=lambda item: item[0])[:9]:
-            oracle.subset_gradient(oracle.signals.selection(TokenAddress(*address)))
-            assert oracle.deduct().share == pytest.approx(inner(gradient, whole) / square, abs=1e-6)
+            part = oracle.subset_gradient(oracle.signals.selection(TokenAddress(*address)))
+            assert oracle.deduct(part).share == pytest.approx(inner(gradient, whole) / square, abs=1e-6)
+
+    ask(question)
+
+
+def test_a_parameter_without_gradient_in_the_step_is_no_part_of_a_deduction(ask: Callable[..., None]) -> None:
+    """DDP fills zeros in for unused parameters, also where the step's own gradient has none."""
+
+    def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
+        part = oracle.subset_gradient(oracle.signals.mask)
+        name, parameter = next(iter(oracle._probe.trainable_parameters().items()))
+        del oracle._gradients[name]
+        parameter.grad = torch.zeros_like(parameter)
+        assert oracle.deduct(part).remaining_norm == pytest.approx(0, abs=1e-4 * oracle.grad_norm)
 
     ask(question)
 
@@ -185,12 +197,10 @@ def test_starting_over_puts_the_whole_gradient_back(ask: Callable[..., None]) ->
     def question(oracle: StepOracle, pl_module: Any, whole: dict[str, Tensor]) -> None:
         few = oracle.signals.mask.clone()
         few[:, :, 1:] = False
-        oracle.subset_gradient(few)
-        first = oracle.deduct()
+        first = oracle.deduct(oracle.subset_gradient(few))
         oracle.start_over()
         assert not oracle.deducted.any()
-        oracle.subset_gradient(few)
-        assert oracle.deduct() == first
+        assert oracle.deduct(oracle.subset_gradient(few)) == first
 
     ask(question)
 

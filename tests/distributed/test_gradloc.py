@@ -105,9 +105,10 @@ def test_culprits_on_both_ranks_are_found_in_one_search(grpo_on_ranks) -> None:
     assert finding.is_removal_enough
 
 
-def test_reporting_leaves_the_trajectory_alone_to_the_bit_under_fsdp(grpo_on_ranks) -> None:
+@pytest.mark.parametrize("search", ["auto", "directional"])
+def test_reporting_leaves_the_trajectory_alone_to_the_bit_under_fsdp(grpo_on_ranks, search) -> None:
     faults = [{**MISMATCH, "rank": 1, "micro_batch": 0}]
-    reported = grpo_on_ranks("rlstab_fsdp", faults, {"action": "report"})
+    reported = grpo_on_ranks("rlstab_fsdp", faults, {"action": "report", "search": search})
     alone = grpo_on_ranks("rlstab_fsdp", faults, None)
     for (finding, steps), (_, plain) in zip(reported, alone, strict=True):
         assert finding.culprits

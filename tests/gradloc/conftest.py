@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ class VectorOracle:
         advantages: Tensor | None = None,
         has_head_norms: bool = True,
         curvature: float = 0.0,
+        bend: Literal["even", "cubic"] = "even",
         noise: float = 0.0,
         is_base_reusable: bool = True,
         nonfinite: Mapping[str, Tensor] | None = None,
@@ -55,8 +56,8 @@ class VectorOracle:
         self.whole = self._sum(mask) + self.outside
         self.remaining = self.whole.clone()
         self.last = torch.zeros_like(self.whole)
-        self.cost_sweeps = self.weight_norm = 0.0
-        self.curvature = curvature
+        self.cost_sweeps = self.norm_of_weights = 0.0
+        self.curvature, self.bend = curvature, bend
         self.noise = noise
         self.is_base_reusable = is_base_reusable
         self.generator = torch.Generator().manual_seed(0)
@@ -99,7 +100,8 @@ class VectorOracle:
         direction = (self.whole / self.whole.norm()).double()
         slope = torch.where(signals.slope == 0, torch.ones_like(signals.slope), signals.slope).double()
         step = (self.gradients.double() @ direction) / slope * shift
-        bent = signals.logprobs.double() + step + self.curvature * step * step.abs()
+        power = step.abs() if self.bend == "even" else step.square()
+        bent = signals.logprobs.double() + step + self.curvature * step * power
         bent = bent + self.noise * torch.randn(bent.shape, generator=self.generator)
         return torch.where(signals.mask, signals.slope.double() * bent, torch.zeros_like(bent))
 
@@ -112,7 +114,10 @@ class VectorOracle:
     def difference(self, parent: SubsetGradient, part: SubsetGradient) -> SubsetGradient:
         return self._record(parent.gradient - part.gradient, is_kept=True)
 
-    def deduct(self) -> Deduction:
+    def weight_norm(self) -> float:
+        return self.norm_of_weights
+
+    def deduct(self, part: SubsetGradient) -> Deduction:
         self.remaining = self.remaining - self.last
         share = float(self.last @ self.whole / self.whole.square().sum())
         return Deduction(remaining_norm=float(self.remaining.norm()), share=share)

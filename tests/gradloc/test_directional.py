@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -43,9 +45,31 @@ def test_the_weights_are_moved_by_more_than_their_rounding_but_no_further_than_a
     oracle_of, weight_norm: float, change: float
 ) -> None:
     oracle = oracle_of({(1, 0, 2, 5): 1.0}, size=1e-6)
-    oracle.weight_norm = weight_norm
+    oracle.norm_of_weights = weight_norm
     gradient_shares(oracle, tolerance=0.05)
     assert oracle.shifts[0] / 0.01 * oracle.grad_norm == pytest.approx(change, rel=0.01)
+
+
+@pytest.mark.parametrize("norm_of_weights", [600.0, 1e3, 1e6])
+def test_a_shift_for_large_weights_that_bends_the_log_probs_is_shortened(oracle_of, norm_of_weights: float) -> None:
+    oracle = oracle_of({(1, 0, 2, 5): 1.0, (0, 0, 0, 0): 0.8})
+    bent = type(oracle)(oracle.gradients, curvature=400.0, bend="cubic")
+    bent.norm_of_weights = norm_of_weights
+    shares = gradient_shares(bent, tolerance=0.05)
+    assert shares.is_complete
+    assert abs(shares.shift) < abs(bent.shifts[0])
+
+
+def test_a_nan_of_the_first_attempt_does_not_hide_a_good_second_one(oracle_of, monkeypatch) -> None:
+    oracle = oracle_of({(1, 0, 2, 5): 1.0})
+    plain = oracle.linear_losses
+
+    def spoilt(shift, sequences=None):
+        losses = plain(shift, sequences)
+        return losses * (math.nan if len(oracle.shifts) == 2 else 1.0)  # the first one below
+
+    monkeypatch.setattr(oracle, "linear_losses", spoilt)
+    assert gradient_shares(oracle, tolerance=0.05).is_complete
 
 
 def test_shares_from_a_noisy_probe_do_not_pass_their_own_check(oracle_of) -> None:

@@ -91,6 +91,91 @@ def test_probes_that_were_in_vain_count_against_the_budget(oracle_of) -> None:
     assert named(finding) == {hidden}
 
 
+def aligned(*, first: int, parts: int = 4) -> torch.Tensor:
+    """A unit vector with the same weight in the first so many layers, the head being the fourth."""
+    vector = torch.zeros(64)
+    vector[[first + 16 * part for part in range(parts)]] = 1 / math.sqrt(parts)
+    return vector
+
+
+def noise(size: float = 0.01) -> torch.Tensor:
+    return size * torch.randn((*SHAPE, 64), generator=torch.Generator().manual_seed(0)) / 8
+
+
+@pytest.mark.parametrize("sizes", [(0.6,), (0.27, 0.27, 0.27)])
+def test_a_loud_token_is_not_blamed_for_a_crowd_that_agrees(oracle_of, sizes: tuple[float, ...]) -> None:
+    gradients = noise() + 0.95 * THRESHOLD * aligned(first=0) / 256
+    for number, size in enumerate(sizes):
+        gradients[number, 0, 2, 7] = size * THRESHOLD * aligned(first=1 + number)
+    oracle = type(oracle_of())(gradients)
+    assert oracle.grad_norm > THRESHOLD
+    finding = find(oracle)
+    assert finding.verdict == "diffuse"
+    assert finding.culprits == ()
+    torch.testing.assert_close(oracle.remaining, oracle.whole)
+
+
+def test_a_second_culprit_that_hardly_shows_in_the_head_is_not_left_in_the_step(oracle_of) -> None:
+    gradients = noise()
+    gradients[0, 0, 0, 0] = THRESHOLD * aligned(first=1)
+    gradients[2, 0, 1, 3] = 0.9 * THRESHOLD * aligned(first=2, parts=3)
+    finding = find(type(oracle_of())(gradients))
+    assert named(finding) == {(0, 0, 0, 0), (2, 0, 1, 3)}
+    assert finding.tier == 1
+
+
+def test_a_bad_sequence_that_a_few_tokens_carry_is_still_taken_as_a_whole(oracle_of) -> None:
+    gradients, ratios = noise(), torch.zeros(SHAPE)
+    mask = torch.ones(SHAPE, dtype=torch.bool)
+    mask[2, 0, 1, 9:] = False
+    ratios[2, 0, 1], ratios[0, 0, 3, 2] = -2.0, 4.0
+    gradients[2, 0, 1, :9] = 0.6 * aligned(first=1)
+    gradients[0, 0, 3, 2] = 1.9 * aligned(first=2)
+    finding = find(type(oracle_of())(gradients, log_ratios=ratios, mask=mask))
+    assert finding.verdict == "sequence"
+    assert finding.remaining_norm < 0.2
+
+
+@pytest.mark.parametrize("case", ["systematic", "block", "unclear"])
+def test_where_more_than_single_tokens_may_be_to_blame_the_shares_are_taken(oracle_of, case: str) -> None:
+    place = (1, 0, 2, 7)
+    options = {"log_ratios": torch.full(SHAPE, 0.3)} if case == "systematic" else {}
+    gradients = oracle_of({place: 10.0}).gradients.clone()
+    if case == "block":
+        gradients[(*place, slice(16, 32))] *= 50
+    if case == "unclear":  # nine tokens of one size: the eight largest hold eight ninths
+        for token in range(9):
+            gradients[0, 0, 0, token] = 10.0 * torch.roll(gradients[place] / gradients[place].norm(), token)
+        gradients[place] *= 1e-3
+    oracle = type(oracle_of())(gradients, **options)
+    find(oracle)
+    assert oracle.rows_run[0] == 16
+
+
+def test_head_norms_that_lead_nowhere_cost_one_probe(oracle_of) -> None:
+    gradients = noise()
+    for token in range(8):
+        gradients[0, 0, 0, token] = 0.4 * THRESHOLD * torch.roll(aligned(first=0, parts=4), token)
+    gradients[2, 0, 1, 3] = 10 * aligned(first=12, parts=3)
+    finding = find(type(oracle_of())(gradients), probe_budget=9)
+    assert (2, 0, 1, 3) in named(finding)
+    assert finding.backward_probes <= 9
+
+
+def test_what_failed_shares_deducted_is_not_deducted_again_by_the_bisection(oracle_of) -> None:
+    gradients = noise()
+    gradients[0, 0, 0, 0] = 0.7 * aligned(first=1)
+    gradients[2, 0, 1, 3] = 3.0 * aligned(first=2, parts=3)
+    oracle = type(oracle_of())(gradients, noise=0.3, is_base_reusable=False)
+    finding = find(oracle)
+    assert finding.tier == 3
+    assert (2, 0, 1, 3) in named(finding)
+    clean = gradients.clone()
+    for address in named(finding):
+        clean[address] = 0
+    torch.testing.assert_close(oracle.remaining, clean.flatten(0, 3).sum(0), atol=1e-5, rtol=0)
+
+
 def test_all_culprits_in_all_micro_batches_and_ranks_are_named_not_only_the_largest(oracle_of) -> None:
     culprits = {(0, 0, 0, 0): 30.0, (1, 2, 1, 5): 3.0, (1, 3, 0, 6): 2.5, (3, 1, 1, 7): 9.0, (2, 2, 0, 3): 2.0}
     finding = find(oracle_of(culprits, shape=(4, 4, 2, 8)))

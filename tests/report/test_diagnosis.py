@@ -318,7 +318,14 @@ def test_pictures_are_arrays_that_tensorboard_takes():
 
 def test_a_spike_card_says_everything_and_keeps_its_table_whole():
     card = spike_card(SPIKE)
-    for expected in ("Step 41", "norm 41.2", "threshold 3.1", "shares sum to 1", "token\\_mismatch", "the check held"):
+    for expected in (
+        "Step 41",
+        "norm 41.2",
+        "threshold 3.1",
+        "shares of all tokens sum to 1",
+        "token\\_mismatch",
+        "the check held",
+    ):
         assert expected in card
     table = [line for line in card.splitlines() if line.startswith("| ")]
     assert len({line.replace("\\|", "").count("|") for line in table[:4]}) == 1

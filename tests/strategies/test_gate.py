@@ -271,6 +271,17 @@ def test_fr_152_clipping_with_manual_optimization_is_answered_with_what_to_chang
         fit(module, strategy="rlstab", gradient_clip_val=1.0)
 
 
+def test_the_norm_of_a_freed_gradient_is_not_taken_for_that_of_the_next(small, fit):
+    """The next gradient often lies where the freed one lay, with the same ``id``."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    gate = RLStabSingleDevice()
+    gate.trainable_parameters = lambda: {"weight": parameter}
+    for number in range(200):
+        parameter.grad = None
+        parameter.grad = torch.full((3,), float(number))
+        assert gate.gradient_norms().total == pytest.approx(number * 3**0.5)
+
+
 def test_norms_are_measured_once_until_a_gradient_changes(small, fit, monkeypatch):
     from lightning_rlstab.strategies import gate
 
