@@ -181,7 +181,8 @@ class TestLoading:
         plain, checkpointed = tiny("llama"), load_policy(tiny("llama"), gradient_checkpointing=True)
         for model in (plain, checkpointed):
             chosen_logprobs(model, tokens()).sum().backward()
-        assert checkpointed.is_activation_checkpointing
+        # The name of the flag changed with transformers 5.21.
+        assert getattr(checkpointed, "is_activation_checkpointing", None) or checkpointed.is_gradient_checkpointing
         for one, two in zip(plain.parameters(), checkpointed.parameters(), strict=True):
             torch.testing.assert_close(one.grad, two.grad)
 
