@@ -192,7 +192,8 @@ def words_task(seed: int, model: Path) -> Task:
 
 def guards(setup: str, task: Task) -> list[pl.Callback]:
     """The callbacks of a set-up: defaults, but for what counts steps, which is scaled to the length of the run."""
-    snapshots = SnapshotConfig(every_steps=5, recovery_steps=5)
+    rhythm = max(1, task.steps // 8)  # 5 of 40 steps
+    snapshots = SnapshotConfig(every_steps=rhythm, recovery_steps=rhythm)
     layers: dict[str, Callable[[], pl.Callback]] = {
         "gradloc": lambda: GradLoc(warmup_steps=task.warmup_steps),
         "gepo": lambda: GEPO() if task.warmup_steps == 10 else GEPO(guard=_guard(task.warmup_steps)),

@@ -28,7 +28,8 @@ those from that step to the end; for one that collapsed those from the fault to 
 Bars: with ``all``, 95 % of the cells survive, and every cell of a fault that is not finite (``NON_FINITE``).
 
 With ``--model DIR``, e.g. what ``examples/smollm2/fetch.py`` wrote: a short list of faults, TRL, bare and all, 8 steps
-of 16 completions, fault at step 4, guards warmed up in 3 steps; held-out score on 32 questions.
+of 16 completions, fault at step 4, guards warmed up in 3 steps, a snapshot every step; held-out score on 32
+questions.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def main() -> None:
         options.plot.write_text(picture(growth), encoding="utf-8")
     worst = max(summary(records, "ladder") for records in by_count.values())
     are_found = all(record["ladder_found"] == record["culprits"] for record in spikes.records)
-    ratio = None if options.quick or options.model else round(dormant(options, 100), 4)
+    ratio = None if options.quick or options.model else round(dormant(options, 300), 4)
     record = {
         "name": "gradloc_cost",
         "value": worst,
