@@ -70,12 +70,11 @@ def step_gate(trainer: Any, feature: str = "guards") -> StepGate:
     Raises:
         ValueError: If the strategy shards gradients and has no gate.
     """
-    if isinstance(trainer.strategy, StepGate):
-        return trainer.strategy
-    gate = _gates.get(trainer)
+    gate = gate_in_use(trainer)
     if gate is None:
-        gate = _gates[trainer] = StockGate(trainer, feature)
-    return cast(StepGate, gate)  # its count of applied steps follows the Trainer's and cannot be set
+        _gates[trainer] = StockGate(trainer, feature)
+        gate = cast(StepGate, _gates[trainer])  # its count of applied steps follows the Trainer's and cannot be set
+    return gate
 
 
 def gate_in_use(trainer: Any) -> StepGate | None:

@@ -70,25 +70,24 @@ def gradient_shares(oracle: GradientOracle, *, tolerance: float) -> Shares:
     shift = _right_shift(probe_shift(oracle.grad_norm, _steepest_slope(oracle.signals), logprob_change=1.0), rounding)
     best: Shares | None = None
     factor, longest = 1.0, math.inf
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         above = oracle.linear_losses(shift)
-        if attempt == 0 and oracle.base_losses is not None:
-            right = _corrected(shift, _decisive_change(oracle.signals, above - oracle.base_losses), rounding)
+        if best is None and oracle.base_losses is not None:
+            change = _decisive_change(oracle.signals, above - oracle.base_losses)
+            right = _corrected(shift, change, rounding)
             if right != shift:
                 shift = right
                 above = oracle.linear_losses(shift)
-        shares = _difference(oracle, above, shift, tolerance)
-        is_nearer = best is None or shares.distance < best.distance
-        if best is None and oracle.base_losses is not None:
-            change = _decisive_change(oracle.signals, above - oracle.base_losses)
+                change = _decisive_change(oracle.signals, above - oracle.base_losses)
             factor = 0.2 if change > _WANTED_CHANGE / 10 else 5.0
             longest = shift * _LARGEST_CHANGE / change if change > 0 else math.inf
-        elif not is_nearer:
+        shares = _difference(oracle, above, shift, tolerance)
+        if best is None or shares.distance < best.distance:
+            best = shares
+        else:
             factor = 1 / factor  # the other way
-        best = shares if best is None or is_nearer else best
-        if best.is_complete or oracle.base_losses is None:
-            break  # in low precision another shift costs two whole sweeps and seldom helps
-        if best.shift * factor > longest:
+        # In low precision another shift costs two whole sweeps and seldom helps.
+        if best.is_complete or oracle.base_losses is None or best.shift * factor > longest:
             break
         shift = best.shift * factor
     assert best is not None

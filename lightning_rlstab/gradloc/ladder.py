@@ -75,6 +75,11 @@ class _Confirmed:
     remaining: float | None
     probes: int
 
+    @property
+    def share(self) -> float:
+        """Share of the spike that they hold together."""
+        return sum(share for *_, share in self.tokens)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Case:
@@ -155,13 +160,11 @@ def _finding(
     )
     if settings.search == "bisect" or not bool((oracle.signals.slope != 0).any()):
         return _by_bisection(case, tau_token, blank)
-    if settings.search == "auto" and _is_clear(case):
-        confirmed = _confirmed_tokens(case, no_shares(oracle), least_first_share=_CLEAR_SHARE / settings.top_k / 2)
-        if _is_proof(case, confirmed):
-            return _head_norm_finding(case, confirmed, blank)
-        oracle.start_over()
-        case = dataclasses.replace(case, probes_spent=confirmed.probes)
-        blank = dataclasses.replace(blank, backward_probes=confirmed.probes)
+    if settings.search == "auto":
+        found, probes = _by_head_norms(case, blank)
+        if found is not None:
+            return found
+        case = dataclasses.replace(case, probes_spent=probes)
     shares = gradient_shares(oracle, tolerance=settings.completeness_tolerance)
     blank = dataclasses.replace(blank, completeness=shares.completeness, shares_of="all tokens")
     if not shares.is_complete:
@@ -175,14 +178,40 @@ def _finding(
     return _by_bisection(case, tau_token, blank)
 
 
-def _is_clear(case: _Case) -> bool:
-    """Whether a few tokens hold nearly all of the squared head norms and nothing speaks for a cause beyond tokens."""
+def _by_head_norms(case: _Case, blank: Finding) -> tuple[Finding | None, int]:
+    """Measure the tokens that head norms point to at once: where they prove to be the spike no sweep is needed.
+
+    Tried where a few tokens hold nearly all of the squared head norms and nothing speaks for a cause beyond tokens.
+
+    Returns:
+        The finding, or None, and then nothing stays deducted; and the probes spent.
+    """
     oracle = case.oracle
     if oracle.signals.head_norms is None or case.mismatch.is_systematic or case.has_exploded_block:
-        return False
-    weight = relative_weights(oracle, no_shares(oracle))
-    largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
-    return float(largest.sum()) >= _CLEAR_SHARE and _dominant_sequence(weight, case.mismatch) is None
+        return None, 0
+    shares = no_shares(oracle)
+    weight = relative_weights(oracle, shares)
+    if _weight_of_largest(case, weight) < _CLEAR_SHARE or _dominant_sequence(weight, case.mismatch) is not None:
+        return None, 0
+    confirmed = _confirmed_tokens(case, shares, least_first_share=_CLEAR_SHARE / case.settings.top_k / 2)
+    if not _is_proof(case, confirmed):
+        oracle.start_over()
+        return None, confirmed.probes
+    blank = dataclasses.replace(
+        blank,
+        tier=2,
+        completeness=confirmed.share,
+        shares_of="culprits",
+        effective_tokens=effective_tokens(weight),
+        backward_probes=confirmed.probes,
+    )
+    finding = _token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank)
+    return _with_strip(finding, weight), confirmed.probes
+
+
+def _weight_of_largest(case: _Case, weight: Tensor) -> float:
+    """What the ``top_k`` heaviest tokens hold together."""
+    return float(weight.flatten().topk(min(case.settings.top_k, weight.numel())).values.sum())
 
 
 def _is_proof(case: _Case, confirmed: _Confirmed) -> bool:
@@ -191,23 +220,9 @@ def _is_proof(case: _Case, confirmed: _Confirmed) -> bool:
     return (
         confirmed.remaining is not None
         and confirmed.remaining <= case.threshold
-        and sum(share for *_, share in confirmed.tokens) >= _CLEAR_SHARE
+        and confirmed.share >= _CLEAR_SHARE
         and not any(bool(off[address[:3]]) for address, *_ in confirmed.tokens)
     )
-
-
-def _head_norm_finding(case: _Case, confirmed: _Confirmed, blank: Finding) -> Finding:
-    """The tokens that head norms pointed to and whose own gradients proved it; no sweep over the step was needed."""
-    weight = relative_weights(case.oracle, no_shares(case.oracle))
-    blank = dataclasses.replace(
-        blank,
-        tier=2,
-        completeness=sum(share for *_, share in confirmed.tokens),
-        shares_of="culprits",
-        effective_tokens=effective_tokens(weight),
-        backward_probes=confirmed.probes,
-    )
-    return _with_strip(_token_finding(case, _ranked_culprits(case, confirmed), confirmed.remaining, blank), weight)
 
 
 def _ranked_culprits(case: _Case, confirmed: _Confirmed) -> tuple[Culprit, ...]:
@@ -218,12 +233,11 @@ def _ranked_culprits(case: _Case, confirmed: _Confirmed) -> tuple[Culprit, ...]:
 def _by_tokens(case: _Case, shares: Shares, blank: Finding) -> Finding:
     """Tiers 1 and 2: rank by shares (or by head norms when those failed), confirm with masked backward passes."""
     weight = relative_weights(case.oracle, shares)
-    blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight))
+    blank = dataclasses.replace(blank, effective_tokens=effective_tokens(weight), backward_probes=case.probes_spent)
     sequence = _dominant_sequence(weight, case.mismatch)
     if sequence is not None and not case.mismatch.is_systematic:
         return _with_strip(_sequence_finding(case, sequence, shares, blank), weight)
-    largest = weight.flatten().topk(min(case.settings.top_k, weight.numel())).values
-    if float(largest.sum()) < _DOMINANT_SHARE:
+    if _weight_of_largest(case, weight) < _DOMINANT_SHARE:
         return blank
     confirmed = _confirmed_tokens(case, shares)
     blank = dataclasses.replace(blank, backward_probes=case.probes_spent + confirmed.probes)
@@ -316,7 +330,7 @@ def _confirmed_tokens(
             tokens.append((address, part, share))
         else:
             misses += 1
-        if probes == 1 and (not tokens or tokens[0][2] < least_first_share) and least_first_share > 0:
+        if (tokens[0][2] if tokens else 0.0) < least_first_share:
             break
     return _Confirmed(tokens=tuple(tokens), remaining=remaining, probes=probes)
 

@@ -160,6 +160,8 @@ def test_head_norms_that_lead_nowhere_cost_one_probe(oracle_of) -> None:
     finding = find(type(oracle_of())(gradients), probe_budget=9)
     assert (2, 0, 1, 3) in named(finding)
     assert finding.backward_probes <= 9
+    ample, without = (find(type(oracle_of())(gradients), search=search) for search in ("auto", "directional"))
+    assert ample.backward_probes == without.backward_probes + 1
 
 
 def test_what_failed_shares_deducted_is_not_deducted_again_by_the_bisection(oracle_of) -> None:

@@ -271,7 +271,7 @@ def test_fr_152_clipping_with_manual_optimization_is_answered_with_what_to_chang
         fit(module, strategy="rlstab", gradient_clip_val=1.0)
 
 
-def test_the_norm_of_a_freed_gradient_is_not_taken_for_that_of_the_next(small, fit):
+def test_the_norm_of_a_freed_gradient_is_not_taken_for_that_of_the_next():
     """The next gradient often lies where the freed one lay, with the same ``id``."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     gate = RLStabSingleDevice()
